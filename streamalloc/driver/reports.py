@@ -63,7 +63,7 @@ class Launched(Called):
 
 def function_of(stack: Stack) -> str:
     """Return the name of this package's public function that is called at a place; empty if the place calls the driver
-    itself.
+    itself, or a private function.
     """
     found = stack.function if isinstance(stack, Called) else ""
     return "" if found.startswith(("_", "<")) else found
@@ -196,7 +196,9 @@ def line_of(code: CodeType, at: int) -> int:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Hazard:
-    """Violation of stream order between two places of the program, found by :func:`streamalloc.driver.checked`."""
+    """Violation of stream order between two places of the program, a second free, a use after the end of an object, or
+    a leak, found by :func:`streamalloc.driver.checked`.
+    """
 
     kind: str
     """One of: ``"use before allocation"``, ``"use after free"``, ``"free before allocation"``, ``"double free"``,
@@ -211,9 +213,13 @@ class Hazard:
     remedy: str
     """Advice, in one sentence."""
     address: int = 0
-    """Address of the memory."""
+    """Address of the memory; of several leaks at one place, that of the first. For ``"double free"``: the handle or
+    address that the call named. For ``"use after destroy"``: 0.
+    """
     nbytes: int = 0
-    """Size of the memory in bytes."""
+    """Size of the memory in bytes; 0 if there is no memory. For ``"leak"``: the sum of all memory that was allocated at
+    the place and not freed.
+    """
     portable: bool = True
     """False if the two operations were in order in this run only by a choice of the driver. With another driver, pool
     setting or run they may not be in order.

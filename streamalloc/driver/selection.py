@@ -138,11 +138,11 @@ def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitia
 
     **Found**, each as a :class:`Hazard`: uses before the allocation and after the free, frees that race a use, races of
     two uses, unmaps and releases while in use, access without a grant, kernels that go beyond their allocation, exports
-    of incomplete memory, double frees and leaks. A host write to memory that a queued copy still reads is found in
-    pinned and registered memory, and in memory that the host got by ``as_array()``, reports by ``used``, or copies to.
-    This holds only if no other library has the copy's stream. On a real driver the stream must also not be a default
-    stream, and this check ends once another library's stream is used, because that library may wait for the whole
-    device.
+    of incomplete memory, double frees and leaks. Uses of destroyed streams, events and graphs are found, too, and
+    copies to arrays of another element type. A host write to memory that a queued copy still reads is found in pinned
+    and registered memory, and in memory that the host got by ``as_array()``, reports by ``used``, or copies to. This
+    holds only if no other library has the copy's stream. On a real driver the stream must also not be a default stream,
+    and this check ends once another library's stream is used, because that library may wait for the whole device.
 
     **Assumed**, if the checker cannot see an order:
 
@@ -207,6 +207,11 @@ def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitia
         what was not checked. ``outstanding()`` returns the handles that are not released, and ``leaks()`` one hazard
         for each line that created such handles. ``assert_nothing_left()`` raises if there are any. Memory that a graph
         allocates is not counted.
+
+    Raises
+    ------
+    ValueError
+        ``on`` is another text.
 
     Examples
     --------

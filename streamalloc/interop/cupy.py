@@ -145,7 +145,11 @@ def array(
     Raises
     ------
     TypeError, ValueError
-        The memory cannot be viewed with this type and shape.
+        The memory cannot be viewed with this type and shape, or is of a simulated driver.
+    ModuleNotFoundError
+        CuPy is not installed.
+    ClosedError
+        The memory was freed.
     """
     cupy = library("cupy", session_of(memory))
     lent = Lent(form(memory, dtype, shape), cupy.cuda.get_current_stream() if stream is None else stream)

@@ -34,7 +34,11 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
     Raises
     ------
     TypeError, ValueError
-        The memory cannot be viewed with this type and shape.
+        The memory cannot be viewed with this type and shape, or is of a simulated driver.
+    ModuleNotFoundError
+        JAX is not installed.
+    ClosedError
+        The memory was freed.
     """
     return library("jax.dlpack", session_of(memory)).from_dlpack(Lent(form(memory, dtype, shape), None))
 

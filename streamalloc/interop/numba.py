@@ -154,7 +154,11 @@ def array(
     Raises
     ------
     TypeError, ValueError
-        The memory cannot be viewed with this type and shape.
+        The memory cannot be viewed with this type and shape, or is of a simulated driver.
+    ModuleNotFoundError
+        Numba is not installed.
+    ClosedError
+        The memory was freed.
     """
     numba = library("numba.cuda", session_of(memory))
     lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)

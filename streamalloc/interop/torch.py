@@ -495,7 +495,11 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
     Raises
     ------
     TypeError, ValueError
-        The memory cannot be viewed with this type and shape.
+        The memory cannot be viewed with this type and shape, or is of a simulated driver.
+    ModuleNotFoundError
+        PyTorch is not installed.
+    ClosedError
+        The memory was freed.
     """
     torch = library("torch", session_of(memory))
     if isinstance(dtype, torch.dtype):
