@@ -165,7 +165,9 @@ class _QueuedSource:
 
 
 class QueuedSources:
-    """Sources of copies for which the host has not waited yet."""
+    """Sources: memory that queued copies read, and that the host may change without a call. Each source is watched
+    until the host has waited for its copy.
+    """
 
     def __init__(self, timeline: Timeline, foreign: ForeignStreams, judge: Judge, place: Callable[..., Stack]) -> None:
         self._timeline = timeline

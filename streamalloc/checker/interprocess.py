@@ -190,7 +190,7 @@ def _unlink(path: Path, process: int) -> None:
 
 
 class Announced(NamedTuple):
-    """A post of another process, as this process has read it."""
+    """A post of another process, as this process has read it: the event records after which memory can be used."""
 
     post: BoardEntry
     covers: tuple[tuple[BoardEntry, int], ...]

@@ -1,4 +1,4 @@
-"""Serve a store of GPU memory. It holds weights while the engines that use them start and stop."""
+"""Serve a store of GPU memory. The store holds weights while the engines that use them start and stop."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _at(thing: Any) -> Any:
 
 
 def caller(frame: FrameType | None) -> str:
-    """Return the name of the library that called the driver. It is to be called in a callback.
+    """Return the name of the library that called the driver. Call this function in a callback of CUPTI.
 
     ``frame``: the innermost Python frame.
 

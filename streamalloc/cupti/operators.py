@@ -40,8 +40,9 @@ this.
 
 
 class Operators:
-    """Dispatch mode. It is not a ``TorchDispatchMode``, because ``torch.compile`` refuses to compile under a mode of
-    that class.
+    """Dispatch mode of PyTorch: on a thread that has entered the mode, PyTorch passes it each call of an operator with
+    the tensors. It is not a ``TorchDispatchMode``, because ``torch.compile`` refuses to compile under a mode of that
+    class.
     """
 
     supports_higher_order_operators = True

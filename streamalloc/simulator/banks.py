@@ -78,7 +78,8 @@ T = TypeVar("T")
 
 
 class Arenas(RangeMap[ReservedExtent]):
-    """Reservations of a machine by address. It also keeps the files and mappings of the machine, until they are closed.
+    """Reservations of a machine by address. This object also keeps the files and mappings of the machine, until they
+    are closed.
 
     At the end of the machine, :meth:`close` closes those that the program left open.
     """

@@ -22,7 +22,7 @@ from streamalloc.simulator.profiles import MachineSpec
 
 
 class SimulatedMachine(ContextCalls, MemoryCalls, GraphCalls, ArrayCalls, MulticastCalls, PoolCalls, SharingCalls):
-    """A machine whose methods are the calls of all areas."""
+    """The machine of a simulated driver. Its methods are the driver functions of all areas (:mod:`.calls`)."""
 
 
 class SimulatedDriver:

@@ -55,7 +55,9 @@ _packed = PACKET.pack
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """The producer's record of one slot. The object is used for all items in the slot."""
+    """The producer's record of one slot, the memory for one item. The object is used for all items that come into the
+    slot.
+    """
 
     index: int
     lease: Lease
@@ -144,7 +146,7 @@ class RingSlot(SlotMemory):
 
 @dataclass(eq=False, slots=True)
 class ConsumerLink:
-    """The producer's record of one consumer."""
+    """The producer's record of one consumer: its channel, the words that it writes, and the slots that it has."""
 
     channel: Channel
     block: ControlBlock

@@ -61,7 +61,7 @@ VERSION = 2
 
 
 class Introduction(NamedTuple):
-    """The producer's first message to a consumer."""
+    """The producer's first message to a consumer: the slots of the ring, and the buffer that has them."""
 
     block: bytes
     """Id of the control block."""

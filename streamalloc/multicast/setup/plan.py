@@ -118,7 +118,7 @@ def layout_of(nbytes: int, signal_pad_bytes: int, size: int) -> RankLayout:
 
 
 class Plan(NamedTuple):
-    """Decisions that are the same on all ranks."""
+    """Decisions about symmetric memory that are the same on all ranks: its parts and sizes, multicast, handle types."""
 
     layout: RankLayout
     multicast: bool

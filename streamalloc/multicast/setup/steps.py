@@ -99,8 +99,8 @@ def deadline_or_none(timeout: float | None) -> float | None:
     """Return the time (``time.monotonic``, seconds) at which ``timeout`` seconds will have passed; None if there is no
     limit.
 
-    An invalid ``timeout`` also gives None. It must not raise on this rank alone: :meth:`Arguments.sizes` reports it to
-    all ranks.
+    An invalid ``timeout`` also gives None. An error here would be one of this rank alone: :meth:`Arguments.sizes`
+    reports the invalid value to all ranks.
     """
     with contextlib.suppress(TypeError, ValueError):
         return deadline_after(timeout)
