@@ -1,9 +1,10 @@
 """Run a Python program, unchanged, and report where its GPU work lacks an order: a tensor that is dropped while another
 stream reads it, a buffer that is written before its copy has ended, a missing wait between two streams.
 
-On a GPU it follows the driver calls of all libraries (PyTorch, CuPy, Numba and others) through NVIDIA's CUPTI, also in
-the Python processes that the program starts. On the simulated driver it follows programs that call cuda.bindings, and
-lists leaks, too. The exit status is 1 if something other than a leak was found, and otherwise that of the program.
+On a GPU the command follows the driver calls of all libraries (PyTorch, CuPy, Numba and others) through NVIDIA's CUPTI,
+also in the Python processes that the program starts. On the simulated driver it follows programs that call
+cuda.bindings, and lists leaks, too. The exit status is 1 if something other than a leak was found, and otherwise that
+of the program.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run a Python program, unchanged, and account for the device memory that its process takes, by library and line: now,
 which is the end of the program or its exception; at the peak; and when the driver refused memory.
 
-On a GPU it follows the calls of all libraries (PyTorch, CuPy, cuBLAS and others) through NVIDIA's CUPTI. On the
-simulated driver it follows programs that call cuda.bindings. The exit status is that of the program.
+On a GPU the command follows the calls of all libraries (PyTorch, CuPy, cuBLAS and others) through NVIDIA's CUPTI. On
+the simulated driver it follows programs that call cuda.bindings. The exit status is that of the program.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run a Python program, unchanged, and record its allocations and frees of device memory as a trace for `streamalloc
 replay`: the blocks of PyTorch and CuPy, allocations from pools, and those of cuMemAlloc.
 
-On a GPU it follows the calls of all libraries through NVIDIA's CUPTI. On the simulated driver it follows programs that
-call cuda.bindings. The exit status is that of the program.
+On a GPU the command follows the calls of all libraries through NVIDIA's CUPTI. On the simulated driver it follows
+programs that call cuda.bindings. The exit status is that of the program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Start-up code of a child process. Python imports a module of this name when it starts.
 
-If the parent process did so, the child installs a simulated machine (:mod:`streamalloc.testing.installing`), or checks
-all driver calls (:mod:`streamalloc.cupti`).
+The child installs a simulated machine if the parent process has installed one
+(:mod:`streamalloc.testing.installing`). It checks all driver calls if the parent process does so
+(:mod:`streamalloc.cupti`).
 """
 
 from __future__ import annotations
