@@ -384,8 +384,10 @@ def prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: 
     Raises
     ------
     TypeError, ValueError
-        A memory is not managed, ``memories`` is empty, the memories are of several drivers, or the number of locations
-        differs.
+        A memory is not managed, ``memories`` is empty, the memories are of several drivers, the stream is the legacy
+        default stream, or the number of locations differs.
+    ClosedError
+        A memory was freed, or the stream was closed.
     """
     _queue_batch("cuMemPrefetchBatchAsync", stream, memories, location)
 

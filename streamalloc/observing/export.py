@@ -261,6 +261,8 @@ class Profiler:
         return cast("contextlib.AbstractContextManager[object]", self._annotate(message=name, domain=_DOMAIN))
 
     def sample(self, nbytes: int) -> None:
-        """Set the NVTX counter to ``nbytes``, the bytes that are allocated now."""
+        """Set the NVTX counter to ``nbytes``, the bytes that are allocated now. Does nothing if the installed ``nvtx``
+        has no counters.
+        """
         if self._sample is not None:
             self._sample(nbytes)

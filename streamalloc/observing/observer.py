@@ -460,7 +460,7 @@ class Observer(Drawn, Leaves):
 
     @property
     def started(self) -> bool:
-        """Whether the observer records now."""
+        """Whether the observer records now: True from :meth:`start` to :meth:`stop`."""
         return self._account.started
 
     @property

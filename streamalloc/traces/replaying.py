@@ -393,8 +393,8 @@ class Replay:
                 free(thing)
 
     def measure(self) -> dict[str, Any]:
-        """Replay the trace once, and read the allocator's numbers after each call. Returns four fields of
-        :class:`Replayed`, by name.
+        """Replay the trace once, and read the allocator's numbers after each call. Returns the fields ``failures``,
+        ``peak_used``, ``peak_reserved`` and ``driver_calls`` of :class:`Replayed`, by name.
         """
         subject, live = self._subject, self._live
         self.failures = 0

@@ -906,7 +906,7 @@ class ExpandableCache(CachingAllocator):
 
     @property
     def limit(self) -> int:
-        """Largest number of bytes of the cache's own memory; 0 for no limit. Can be assigned."""
+        """Largest number of bytes of the cache's own memory; 0 for no limit. Assign a size to change it."""
         return self._state.limit
 
     @limit.setter

@@ -369,7 +369,9 @@ class Allocations:
         """
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
-        """Return the states of all memory that is mapped somewhere in the ``nbytes`` bytes from ``address`` on."""
+        """Return the :class:`AllocationState` of each mapping in the ``nbytes`` bytes from ``address`` on. Memory that
+        is mapped twice is listed twice.
+        """
         found = []
         for reservation in list(self.reservations):
             base = reservation.raw

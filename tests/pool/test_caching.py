@@ -242,6 +242,12 @@ class TestSizes:
     def test_bad_ones(self, pool: sa.MemoryPool, named: Any, error: type[Exception]) -> None:
         with pytest.raises(error, match=next(iter(named))):
             sa.CachingAllocator(pool, **named)
+        with sa.CachingAllocator(pool, limit="1MiB") as cache:
+            with pytest.raises(error, match="limit"):
+                cache.limit = named["limit"]
+            assert cache.limit == MiB
+            cache.limit = "2MiB"
+            assert cache.limit == 2 * MiB
 
     def test_only_over_pools(self, pool: sa.MemoryPool, cache: sa.CachingAllocator) -> None:
         for thing in (cache, None, "pool"):

@@ -138,22 +138,20 @@ class CachingAllocator(Allocator, Closes, Shown):
     ...     buffer.fill(0)
     """
 
-    __slots__ = ("_dropped", "_key", "_state", "limit", "pool")
+    __slots__ = ("_dropped", "_key", "_limit", "_state", "pool")
 
     pool: MemoryPool
     """The pool that the cache allocates from."""
-    limit: int
-    """The most bytes of the pool that may be allocated, cached memory included; 0 for no limit. Can be assigned."""
 
     def __init__(self, pool: MemoryPool, *, limit: int | str = 0) -> None:
         checked_type("pool", pool, MemoryPool)
-        most = checked_size("limit", limit)
+        limit = checked_size("limit", limit)
         if pool.closed:
             raise ClosedError(f"{pool!r} was closed")
         session = session_of(pool)
         self.pool = pool
         self._state = self._make_state()
-        self.limit = most
+        self.limit = limit
         self._key = self._state.key
         """Key of this cache's free lists in :attr:`Stream.free_lists`; ``_NOWHERE`` to make every allocation a checked
         one.
@@ -167,6 +165,17 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     def _make_state(self) -> CacheState:
         return CacheState(self.pool)
+
+    @property
+    def limit(self) -> int:
+        """The most bytes of the pool that may be allocated, cached memory included; 0 for no limit. Assign a size to
+        change it. If more is allocated already, allocations that need memory of the pool raise OutOfMemoryError.
+        """
+        return self._limit
+
+    @limit.setter
+    def limit(self, nbytes: int | str) -> None:
+        self._limit = checked_size("limit", nbytes)
 
     @property
     def closed(self) -> bool:

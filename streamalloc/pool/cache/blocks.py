@@ -57,8 +57,8 @@ class SizeClass:
         self.count: int = 0
         """Number of blocks, free or in buffers. May be inexact, because concurrent updates can be lost."""
         self.fitting: tuple[list[CachedBlock], ...] = ()
-        """Free lists of this and larger sizes that can serve a request of this size, smallest first; empty until
-        computed.
+        """Free lists of this and larger sizes that can serve a request of this size, smallest first. Empty until the
+        first :meth:`StreamCache.take` of this size, and again after the stream gets a new size.
         """
 
 
