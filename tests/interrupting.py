@@ -4,7 +4,8 @@ The rule for the package: such an exception never corrupts and never wedges, and
 made leaks. CPython runs a handler where a function of Python begins and where one of C has returned; so
 :class:`Interrupt` raises at the n-th of these points. Points inside of the driver do not count, for a real one has
 none; nor do those of finalisers, out of which nothing is raised, and the first one of an ``__exit__``, which no Python
-program can guard, as little as the moment when a condition of :mod:`threading` has released its lock to wait.
+program can guard, as little as the moments when a condition of :mod:`threading` has taken its lock, or has released it
+to wait.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ since_3_11 = pytest.mark.skipif(
 _PACKAGE = os.path.dirname(streamalloc.__file__)
 _DRIVERS = tuple(f"{_PACKAGE}/{folder}/" for folder in ("checker", "driver", "simulator"))
 _WEAK = (weakref.__file__, sys.modules["_weakrefset"].__file__)
-_RELEASES: CodeType = threading.Condition._release_save.__code__  # type: ignore[attr-defined]
+_OF_CONDITIONS = tuple(
+    vars(threading.Condition)[name].__code__ for name in ("__enter__", "_release_save", "_acquire_restore")
+)
+_RELEASE = "_release_save"
+"""The function of C by which a condition with an ``RLock`` releases it."""
 
 
 class Interrupted(BaseException):
@@ -86,7 +91,7 @@ class Interrupt:
                 found.setdefault(point, number)
         return sorted(found.values())
 
-    def _event(self, frame: FrameType, event: str, _: object) -> None:
+    def _event(self, frame: FrameType, event: str, function: object) -> None:
         code = frame.f_code
         if self._inside is not None:
             if event == "return" and frame is self._inside:
@@ -94,7 +99,7 @@ class Interrupt:
         elif event == "call" and self._is_another_s(code):
             self._inside = frame
         elif event == "c_return" or (event == "call" and code.co_name != "__exit__"):
-            if code.co_filename == __file__:
+            if code.co_filename == __file__ or getattr(function, "__name__", "") == _RELEASE:
                 return
             self._points.append((code, event))
             self.left -= 1
@@ -107,7 +112,7 @@ class Interrupt:
         finaliser = (code.co_name == "__del__" and not self._finalisers) or file in _WEAK
         # Nothing is raised out of a function that the collector calls either; Hypothesis registers one.
         finaliser = finaliser or any(getattr(one, "__code__", None) is code for one in gc.callbacks)
-        return finaliser or code is _RELEASES or file.startswith(_DRIVERS)
+        return finaliser or code in _OF_CONDITIONS or file.startswith(_DRIVERS)
 
 
 class interrupts:
