@@ -25,6 +25,7 @@ from streamalloc.vmm.pages import places as places_module
 from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages.places import Page, Parking, PhysicalPages, Places
 from streamalloc.vmm.stores import host as host_module
+from streamalloc.vmm.stores.blocks import LEAST
 from streamalloc.vmm.stores.host import _HostContents as Stored
 from tests.interleaving import interleaved
 from tests.processes import in_a_child
@@ -598,7 +599,7 @@ class TestTiers:
         return begin
 
     def stored(self, tier: vmm.HostTier) -> Any:
-        stored = Stored(tier, self.SIZE, False)
+        stored = Stored(tier, self.SIZE, tier._check)
         tier._take(2, stored)
         return stored
 
@@ -674,6 +675,27 @@ class TestTiers:
 
         for tier in interleaved(vmm.HostTier.reserve, make, reserve, reserve):
             assert len(tier._chunks) == 1
+
+    @pytest.mark.parametrize("act", ["hold", "prepare"])
+    def test_memory_is_pinned_once(self, make: Callable[[], vmm.HostTier], stream: sa.Stream, act: str) -> None:
+        held: list[Any] = []
+
+        def pin(tier: vmm.HostTier) -> None:
+            held.append(tier.hold([PAGE], stream) if act == "hold" else tier.prepare(PAGE, background=True))
+
+        for tier in interleaved(vmm.HostTier._begin, make, pin, pin, at="line"):
+            assert tier.prepare(PAGE).result(20) == tier.reserved == LEAST
+            held.clear()
+
+    def test_memory_is_prepared_when_its_future_is_done(self, make: Callable[[], vmm.HostTier]) -> None:
+        futures: list[Any] = []
+
+        def prepare(tier: vmm.HostTier) -> None:
+            futures.append(tier.prepare(PAGE, background=True))
+
+        end = vmm.HostTier._end_preparations
+        for _ in interleaved(end, make, end, prepare, at="line"):
+            assert futures.pop().result(20) >= PAGE
 
     @pytest.mark.parametrize("act", ["_take", "_forget_unused"])
     def test_memory_is_taken_once(self, make: Callable[[], vmm.HostTier], act: str) -> None:
