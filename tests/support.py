@@ -252,10 +252,14 @@ def makes_no_multicast_object(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def end_what_was_dropped() -> None:
     """Come by a point of work of all drivers, also of machines that no test uses any more."""
-    for queue in list(deferred._unfinished):
-        with contextlib.suppress(sa.CudaError):  # a machine that has ended
-            while queue.work() or OnceIdle.running:
-                time.sleep(0.001 * bool(OnceIdle.running))
+    running = True
+    while running:
+        for queue in list(deferred._unfinished):
+            with contextlib.suppress(sa.CudaError):  # a machine that has ended
+                while queue.work():
+                    pass
+        running = bool(OnceIdle.running)
+        time.sleep(0.001 * running)
 
 
 def end_simulated_machines() -> None:

@@ -9,10 +9,11 @@ multicast objects, which must be released in a certain order, are one item per d
 that thread holds our locks or a lock of the driver. A finaliser that took a lock could wait for its own thread for
 ever. A finaliser that waited for a stream could stop the thread that is about to queue what the stream waits for. So a
 finaliser appends its item to a deque, which is one atomic step, and returns. It makes at most one driver call itself:
-the free of a buffer, or the end of an event or a stream, which waits for nothing and needs no state of ours. Two kinds
-of finalisers make further such calls:
+the free of a buffer, or the end of an event or a stream, which waits for nothing and needs no state of ours. Some
+finalisers do more:
 
 * The finaliser of a stream asks whether the stream's work is done. If not, it records an event after that work.
+* The finaliser of a control block (:mod:`streamalloc.ipc.wire.control_block`) starts a thread that makes the call.
 * A finaliser of the bridges to other libraries (:mod:`streamalloc.interop`) records an event and has a stream wait for
   that event. Code that allocates by a pool's raw handle then gets the memory after its last use.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -35,11 +36,10 @@ from streamalloc.core.internal import (
     filled,
     location_of,
     session_for,
-    work,
 )
 from streamalloc.core.properties import MemLocation, checked_number, checked_size
 from streamalloc.core.session import PerDriver, Session, session_of
-from streamalloc.driver.internal import cuda
+from streamalloc.driver.internal import SETTLERS, cuda
 from streamalloc.pool.places import Address, has_access, residence_of
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class OnceIdle(Deferred):
     one of these threads, no thread would ever continue. ``call`` may run twice, so a second run must do nothing.
     """
 
-    __slots__ = ("_call", "_done", "_not_before", "_session")
+    __slots__ = ("_call", "_not_before", "_session")
 
     running: ClassVar[set[OnceIdle]] = set()
     """Items whose threads have not ended."""
@@ -139,19 +139,19 @@ class OnceIdle(Deferred):
     def __init__(self, session: Session, call: Callable[[], object]) -> None:
         self._session = session
         self._call = call
-        self._done = False
         self._not_before = 0.0
 
     def attempt(self) -> bool:
-        """Return whether the call was made. If not, start the thread, unless it runs or was started less than 20 ms
-        ago.
+        """Start the thread and return True. If a device is busy, the thread submits this item again. Returns False if
+        the last thread was started less than 20 ms ago.
         """
-        if not self._done and self not in self.running and time.monotonic() >= self._not_before:
-            self._not_before = time.monotonic() + _IDLE_PAUSE
-            with undoing(lambda: self.running.discard(self)):
-                self.running.add(self)
-                _thread.start_new_thread(self._run, ())
-        return self._done
+        if time.monotonic() < self._not_before:
+            return False
+        self._not_before = time.monotonic() + _IDLE_PAUSE
+        with undoing(lambda: self.running.discard(self)):
+            self.running.add(self)
+            _thread.start_new_thread(self._run, ())
+        return True
 
     def _run(self) -> None:
         try:
@@ -159,14 +159,13 @@ class OnceIdle(Deferred):
                 # After an error of a lost context the call is made, because there is no work to wait for.
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if not self._idle():
+                        deferred_queue(self._session).submit(self)
                         return
                 with contextlib.suppress(CudaError):
                     self._call()
-                    break
-            self._done = True
+                    return
         finally:
             self.running.discard(self)
-        work(self._session)  # Otherwise the item could stay in the queue of a driver that nobody uses any more.
 
     def _idle(self) -> bool:
         """Return whether the work that is queued now on known streams completes during three queries in 0.25 ms."""
@@ -176,6 +175,11 @@ class OnceIdle(Deferred):
             if queued.done():
                 return True
         return False
+
+
+# The report of leaks waits for these releases, too. A forked child has no such threads.
+SETTLERS.append(lambda: len(OnceIdle.running))
+os.register_at_fork(after_in_child=OnceIdle.running.clear)
 
 
 class PlainEnd(HandleEnd):

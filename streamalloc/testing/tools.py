@@ -127,7 +127,7 @@ def settle() -> int:
     gc.collect()
     left, end = work_all(), time.monotonic() + _PATIENCE
     # Some releases are made by other threads, because the driver call waits for the devices.
-    while left and OnceIdle.running and time.monotonic() < end:
+    while OnceIdle.running and time.monotonic() < end:
         time.sleep(0.001)
         left = work_all()
     return left

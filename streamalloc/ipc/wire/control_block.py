@@ -75,7 +75,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, error_from, undoing
-from streamalloc.core.internal import Fd, Stream, deferred_queue
+from streamalloc.core.internal import Fd, Stream
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.locks import is_locked, lock, try_lock
@@ -273,7 +273,9 @@ class ControlBlock:
         # The close waits for the devices. If the thread that the collector has interrupted is to queue what a stream
         # waits for, a wait in this finaliser would never end.
         if getattr(self, "_raw", None) is not None and self.session.usable:
-            deferred_queue(self.session).submit(OnceIdle(self.session, self.close))
+            # The attempt is made here, because the driver may have no other user, and then no point of work would come.
+            with contextlib.suppress(RuntimeError):  # Python refuses threads at its end, the system too many threads.
+                OnceIdle(self.session, self.close).attempt()
 
     @classmethod
     def create(cls, session: Session) -> ControlBlock:
