@@ -125,7 +125,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         The device, the driver or the bindings cannot make such a pool. The message says what is needed.
     """
 
-    __slots__ = ("_end", "_owner", "allocation_type", "name", "on_oom", "properties")
+    __slots__ = ("_end", "_on_oom", "_owner", "allocation_type", "name", "properties")
 
     _owner: object
     """Object of other code that owns the pool, kept alive here; unset or None if there is no such object."""
@@ -138,10 +138,6 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     """Properties of the pool; None for a pool that this class did not create."""
     name: str
     """Name that ``repr``, reports and errors show; empty if none was given."""
-    on_oom: OutOfMemoryPolicy
-    """Policy of :meth:`allocate` when memory runs out, as for the argument of the constructor. Can be assigned. For
-    pools that the constructor did not make it is ``"raise"`` at first.
-    """
 
     def __init__(
         self,
@@ -156,8 +152,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         driver: Driver | None = None,
     ) -> None:
         self._end = None
-        if not callable(on_oom) and on_oom not in _POLICIES:
-            raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))} and a function")
+        on_oom = _checked_policy(on_oom)
         checked_type("name", name, str)
         initial_size = checked_size("initial_size", initial_size)
         if release_threshold is not None:
@@ -362,6 +357,22 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         unless :meth:`from_handle` got ``owner="this"``.
         """
         return self._end is not None
+
+    @property
+    def on_oom(self) -> OutOfMemoryPolicy:
+        """Policy of :meth:`allocate` when memory runs out, as for the argument of the constructor. For pools that the
+        constructor did not make it is ``"raise"`` at first. Assign another policy to change it.
+
+        Raises
+        ------
+        ValueError
+            Something else than a policy is assigned.
+        """
+        return self._on_oom
+
+    @on_oom.setter
+    def on_oom(self, policy: OutOfMemoryPolicy) -> None:
+        self._on_oom = _checked_policy(policy)
 
     @property
     def attributes(self) -> PoolAttributes:
@@ -680,6 +691,12 @@ def _properties_of(
         return where
     location = location_of("where", where, "a Device, MemLocation or MemPoolProps")
     return MemPoolProps(location=location, max_size=_limit_of(location, max_size, session), handle_types=handle_types)
+
+
+def _checked_policy(on_oom: OutOfMemoryPolicy) -> OutOfMemoryPolicy:
+    if not callable(on_oom) and on_oom not in _POLICIES:
+        raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))} and a function")
+    return on_oom
 
 
 def _limit_of(location: MemLocation, max_size: float | str, session: Session) -> int:

@@ -250,6 +250,9 @@ class TestOutOfMemory:
             pool.on_oom = fail
             with pytest.raises(KeyError, match=str(2 * GROWTH)):
                 pool.allocate(2 * GROWTH, stream)
+            with pytest.raises(ValueError, match="sync-trim-retry"):
+                pool.on_oom = "sync_trim_retry"  # type: ignore[assignment]
+            assert pool.on_oom is fail
 
     def test_caches_return_their_memory_before(self, device: sa.Device, stream: sa.Stream) -> None:
         def fail(failure: sa.OutOfMemoryError) -> bool:
