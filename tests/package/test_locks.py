@@ -19,7 +19,7 @@ from streamalloc.checker.wrapper import CheckedDriver
 from streamalloc.core import deferred
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
-from streamalloc.core.fence import Fence, queue_behind, queue_if_allowed, settle
+from streamalloc.core.fence import Fence, all_work, queue_behind, queue_if_allowed, settle
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.core.stream import OwnStream
 from streamalloc.interop import torch as torch_bridge
@@ -191,6 +191,18 @@ class TestStreams:
                 state.entered.close()
             state.stream.close()
             state.other.close()
+
+    def test_a_capture_begins_before_or_after_an_event_of_all_work(self) -> None:
+        """The record of such an event would invalidate it."""
+        device = sa.Device(0, driver=sd.simulated())
+
+        def make() -> TestStreams.State:
+            return self.State(device.create_stream(), device.default_stream, contextlib.ExitStack(), [])
+
+        for state in interleaved(all_work, make, lambda _: all_work(device), self.begin, at="line"):
+            assert state.stream.capturing
+            state.entered.close()
+            state.stream.close()
 
     def test_two_threads_close_one(self) -> None:
         driver: Any = sd.traced(sd.simulated())
