@@ -379,26 +379,34 @@ class Places(MappedBytes):
         self.unmapped()
 
     def unmapped(self) -> None:
-        """Return all pages to the arena, after they were unmapped. Idempotent."""
-        if not self.gone:
-            super().unmapped()
-            with self.physical.lock:
-                pages = self._without_pages()
-            stored, self.stored = self.stored, {}
-            self.physical.drop([*pages, self.physical.zero])
-            drop_contents(stored)
+        """Return all pages to the arena, after they were unmapped. Idempotent.
 
-    def _without_pages(self) -> list[Page]:
-        """Remove the pages of all places from the records, and return a list of these pages."""
-        pages = [page for page in self.backing if page is not None]
+        If a signal handler raises, the space is closed but not yet gone, so that its release is tried again. Until
+        then the arena may still map zeros at a kept page, which is possible only while the addresses are reserved.
+        """
+        if not self.gone:
+            self.given_up = True
+            with self.physical.lock:
+                self._return_pages()
+            stored, self.stored = self.stored, {}
+            drop_contents(stored)
+            super().unmapped()
+
+    def _return_pages(self) -> None:
+        """Remove the pages of all places from the records, and one user of each and of the page of zeros. If a signal
+        handler raises, at most one of them keeps its user; the next call goes on.
+        """
         self.numbers[:] = -1
-        for place, held in enumerate(self.backing):
-            if held is not None:
-                self._unkeep(place)
-                self._unwatch(place)
-        self.backing = []
         self.parked.clear()
-        return pages
+        zero = [self.physical.zero] if self.backing else []
+        while self.backing:
+            place = len(self.backing) - 1
+            self._unkeep(place)
+            self._unwatch(place)
+            page = self.backing.pop()
+            if page is not None:
+                self.physical.drop([page])
+        self.physical.drop(zero)
 
 
 class Parking(Deferred):

@@ -153,7 +153,7 @@ class SpaceMemory(OwnsRange):
     @property
     def closed(self) -> bool:
         """Whether the space was closed."""
-        return self.range.closed or self._places.gone
+        return self.range.closed or self._places.given_up
 
     def check_usable(self) -> None:
         self._check_open()

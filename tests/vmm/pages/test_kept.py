@@ -14,8 +14,8 @@ from streamalloc.core.internal import deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.pages.places import Parking
-from tests.interrupting import Interrupt, Interrupted
-from tests.support import every, executed, in_a_thread, names, pending, read, soon
+from tests.interrupting import Interrupt, Interrupted, lost_one
+from tests.support import Account, every, executed, in_a_thread, names, pending, read, soon
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, mapping, page, settled, values
 from tests.vmm.support import PAGE
@@ -423,3 +423,28 @@ def test_an_interrupted_release_leaves_no_page_parked(arena: vmm.PageArena, spac
         space.device.synchronize()
     space.release([0, 1])
     settled(arena)
+
+
+@pytest.mark.simulated_only("where a signal may come is the same on any driver")
+@in_a_thread
+def test_an_interrupted_close_leaves_no_page_kept(machine: Any) -> None:
+    """The arena would map zeros in their place once the addresses belong to others. One object may be lost."""
+    account = Account(machine)
+    for nth in every(2):
+        with vmm.PageArena(account.device) as arena:
+            space = arena.space(4 * PAGE)
+            space.commit([0, 1, 2])
+            space.release([0, 1], after=())
+            account.device.synchronize()
+            assert settled(arena)[2] == 2
+            block = Interrupt(nth)
+            with contextlib.suppress(Interrupted), block:
+                space.close(after=())
+            if nth % 4 > 1:
+                space.close(after=())
+            del space
+            arena.trim()
+            assert settled(arena) in ((0, 0, 0), (1, 0, 0)), block.came
+        if not block.came:
+            break
+    assert nth > 20 and lost_one(account.left) and account.checked.hazards == []
