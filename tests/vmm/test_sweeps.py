@@ -64,8 +64,9 @@ class Tiles(Faults):
 
 
 def _evicted_to_disk(world: Tiles, one: vmm.DiskTier) -> None:
-    world.sleeper.evict(one, stream=world.stream)
-    world.shapes.append(world.shape())
+    if not world.sleeper.evicted:
+        world.sleeper.evict(one, stream=world.stream)
+        world.shapes.append(world.shape())
     world.sleeper.restore(stream=world.stream)
 
 
