@@ -323,7 +323,9 @@ def interrupted(machine: Any, kind: type[Bench], run: Program, nth: int) -> tupl
 def sweep(machine: Any, name: str, points: list[int]) -> None:
     kind, run = PROGRAMS[name]
     wrong = []
-    for nth in points:
+    for turn, nth in enumerate(points):
+        if turn % 8 == 7:
+            gc.collect()  # between two programs: address space is short
         block, found = interrupted(machine, kind, run, nth)
         if found and "stuck" not in found:
             # Once more: on a busy machine something may have come late.
