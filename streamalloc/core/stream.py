@@ -177,9 +177,7 @@ class Stream(Closes, Shown):
     unlent: Any
     """``CUstream`` if memory may be allocated without a check, because no other code has the handle; else None."""
     usable: bool
-    """False while something forbids direct calls, and the reuse of memory in the order of the stream: a close, a
-    capture, or an item to attempt before more work.
-    """
+    """Whether neither a close, nor a capture, nor an item to attempt first forbids direct calls and reuse of memory."""
     thread: int | None
     """Identifier (``get_ident``) of the one thread whose work a per-thread default stream orders; 0 after its end,
     because a new thread may get the identifier of an ended one. None for other streams: every thread may use them.
@@ -307,10 +305,8 @@ class Stream(Closes, Shown):
 
     @property
     def capturing(self) -> bool:
-        """Whether the stream is being captured into a graph (``cuStreamIsCapturing``).
-
-        Raises ClosedError. For the legacy default stream, which cannot be captured, it raises CaptureError while a
-        blocking stream is being captured.
+        """Whether the stream is being captured into a graph (``cuStreamIsCapturing``). Raises ClosedError; and for the
+        legacy default stream CaptureError while a blocking stream is being captured.
         """
         return int(self.call("cuStreamIsCapturing")) != 0
 
@@ -455,11 +451,9 @@ class Stream(Closes, Shown):
             self._notice_joining()
 
     def synchronize(self) -> None:
-        """Block the host until all work queued so far is done (``cuStreamSynchronize``).
-
-        The driver then makes the memory of completed frees available to every stream, and releases memory of pools
-        above their release thresholds. Raises ClosedError; while the stream is being captured CaptureError, and the
-        capture is then invalid.
+        """Block the host until all work queued so far is done (``cuStreamSynchronize``). The driver then makes the
+        memory of completed frees available to every stream, and releases memory of pools above their release
+        thresholds. Raises ClosedError; while the stream is being captured CaptureError, and the capture is invalid.
         """
         result = self._result(self._session.cuStreamSynchronize)
         if result:
@@ -503,14 +497,8 @@ class Stream(Closes, Shown):
         ``with`` gives the :class:`Graph`, which is complete when the block ends. Allocations and frees become its
         nodes. The driver refuses calls that are unsafe during a capture: on all threads with ``mode="global"``, on this
         thread with ``"thread_local"``, on no thread with ``"relaxed"``. If the block raises, the graph is destroyed.
-
-        Raises
-        ------
-        ValueError
-            ``mode`` is another text.
-        CaptureError
-            The stream is being captured already, or is the legacy default stream. Or the capture became invalid: the
-            end of the block raises then.
+        Raises ValueError for another mode, and CaptureError if the stream is being captured already, is the legacy
+        default stream, or, at the end of the block, if the capture became invalid.
         """
         from streamalloc.core.graph import Capture
 
