@@ -564,6 +564,7 @@ class TestLocks:
             assert {one.address for one in found} <= {*cache._state.blocks} and len(found) == 2
             while found:
                 found.pop().free()
+            other.synchronize()  # Otherwise more caches would wait for their end than the module's end has time for.
             cache.close()
 
     @pytest.mark.parametrize("limit", [0, 96 * MiB])
