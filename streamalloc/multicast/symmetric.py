@@ -115,7 +115,8 @@ class SymmetricMemory(Closes, Shown):
 
     Use a ``with`` block, or call :meth:`close` on all ranks. If the block ends with an exception, it calls
     :meth:`abandon` instead, and does not wait for the other ranks. If the object is garbage-collected without a close,
-    this process's resources are released with a ``ResourceWarning``. The other ranks are then not notified.
+    this process's resources are released with a ``ResourceWarning``. The other ranks are then not notified. After the
+    close, methods and properties that give or use the memory raise ClosedError.
 
     The class is not thread-safe.
 
@@ -270,22 +271,17 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def buffers(self) -> tuple[SymmetricBuffer, ...]:
-        """The memory of every rank, indexed by rank; it includes this rank's memory. Raises ClosedError if the memory
-        was closed.
-        """
+        """The memory of every rank, indexed by rank; it includes this rank's memory."""
         return self._replicas(0, self.nbytes)
 
     @property
     def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
-        """The signal pad of every rank, indexed by rank. The pads are initially zero, and only your kernels write them.
-        Raises ClosedError if the memory was closed.
-        """
+        """The signal pad of every rank, indexed by rank. The pads are initially zero. Only your kernels write them."""
         return self._replicas(self.signal_offset, self.signal_pad_bytes)
 
     @property
     def multicast_buffer(self) -> SymmetricBuffer | None:
-        """Multicast view of all ranks' memory, for stores and reductions; None without multicast. Raises ClosedError if
-        the memory was closed.
+        """Multicast view of all ranks' memory, for stores and reductions; None without multicast.
 
         A store, fill or copy to the view writes the same offset of every rank's memory. The result of ordinary reads is
         undefined. Kernels read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all
@@ -301,16 +297,13 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Address at which each rank's memory is mapped in this process, indexed by rank. Raises ClosedError if the
-        memory was closed.
-        """
+        """Address at which each rank's memory is mapped in this process, indexed by rank."""
         self._check_open()
         return np.array(self._bases, np.uint64)
 
     @property
     def multicast_address(self) -> int | None:
-        """Address of the multicast view in this process; None without multicast. Raises ClosedError if the memory was
-        closed.
+        """Address of the multicast view in this process; None without multicast.
 
         The view has the same offsets as each rank's memory, so kernels can also write signal pads through the view.
         """
@@ -320,9 +313,7 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def signal_addresses(self) -> npt.NDArray[np.uint64]:
-        """Address at which each rank's signal pad is mapped in this process, indexed by rank. Raises ClosedError if the
-        memory was closed.
-        """
+        """Address at which each rank's signal pad is mapped in this process, indexed by rank."""
         self._check_open()
         return np.array([base + self.signal_offset for base in self._bases], np.uint64)
 

@@ -397,9 +397,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         return PoolStatistics._make(int(value) for _, value in answers)
 
     def reset_peaks(self) -> None:
-        """Set both high-water marks to the bytes reserved and used now (``cuMemPoolSetAttribute``). Raises
-        ClosedError.
-        """
+        """Set both high-water marks to the present bytes (``cuMemPoolSetAttribute``). Raises ClosedError."""
         for peak in ("reserved_mem_high", "used_mem_high"):
             self.attributes._set(ATTRIBUTES[peak], cuda.cuuint64_t(0))
 

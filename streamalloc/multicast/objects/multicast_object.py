@@ -126,7 +126,7 @@ class MulticastObject(GenericAllocation):
     **Release order.** The end of a ``with`` block unbinds the memory, and unmaps and releases the object. The same
     happens if the object is dropped. Bound memory is released after the object, even if the memory was closed earlier.
     If a dropped address range has mappings of the object or its bound memory, the addresses stay reserved until object
-    and memory are released.
+    and memory are released. After the release, methods that need the object raise ClosedError.
 
     The class is not thread-safe.
 
@@ -313,8 +313,6 @@ class MulticastObject(GenericAllocation):
             The device does not support multicast objects.
         InvalidDeviceError
             The device is not joined by NVLink to the other devices of the team.
-        ClosedError
-            The object was closed.
         """
         raw = self._checked_raw()
         check_device("device", device, self._session)
@@ -427,14 +425,10 @@ class MulticastObject(GenericAllocation):
         ------
         IncompleteTeamError
             Not all devices were added. The driver would block.
-        ValueError
-            A device is not in the team.
-        NotSupportedError
-            ``access`` names the host, which cannot use a multicast object.
+        ValueError, NotSupportedError
+            A device is not in the team; ``access`` names the host, which cannot use a multicast object.
         AddressSpaceError
             The process has no free address range of this size.
-        ClosedError
-            The object was closed.
         """
         self._check_mappable()
         rights = rights_of(access, self._session)
