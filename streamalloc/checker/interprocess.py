@@ -67,8 +67,9 @@ COVERS = 4
 _ENTRY = np.dtype([("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("covers", "u8", (COVERS, 2))])
 """Fields of an entry:
 
-* name: name of the event, import or post (:func:`digest`); empty for a free entry
-* number: how often the event was recorded; in a post, how many recordings it names
+* name: name of the event, import or post (:func:`digest`); empty for a free entry, for an event without export data,
+  and while a post is being written
+* number: how often events at this index were recorded, earlier events included; in a post, how many recordings it names
 * part: in a post, the offsets in bytes of the first used byte and of the end; 0 and 0 for all of the memory
 * covers: in a post, for each recording that it names, the event's index on the board and the recording's number
 """
@@ -178,7 +179,9 @@ class Board:
         return index
 
     def remove_post(self, index: int) -> None:
-        """Remove the post at ``index`` from the board. From now on no process waits for the post's work."""
+        """Remove the post at ``index`` from the board. From now on the checkers of other processes do not require that
+        a use comes after the post's work.
+        """
         self._entries["name"][index] = b""
 
 

@@ -179,7 +179,8 @@ class State:
     def close(self) -> None:
         """Check the operations that are queued behind waits, as if the host had found their streams idle.
 
-        After that, remove this process's announcements to other processes, and the recorded open files.
+        After that, remove this process's announcements to other processes, and clear the record of open files without
+        names. No file of the program is closed.
         """
         self.sources.check()
         for stream in tuple(self.timeline.waiting):

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Print the report as tables, or as JSON with ``--json``. Returns the exit code 0. With ``--json FILE`` it prints
-    the tables, and writes JSON to the file.
+    """Print the report as tables, or as JSON with ``--json``; with ``--json FILE``, print tables and write JSON to the
+    file. Returns the exit code 0. Raises :class:`UsageError` if the file cannot be written.
     """
     found = report(chosen)
     _show(terminal, found, chosen)

@@ -264,8 +264,8 @@ class Allocator(Unique, BufferSource):
         figures = self._figures(buffer._stream.device, capturing)
         figures["requested"] = buffer._nbytes
         own, pools = figures.pop("allocators", None), figures.pop("holders", ())
-        # Other pools are named only if they can be the cause. If this pool is at its own limit, or the device has
-        # enough free memory, their names would mislead.
+        # Other pools are named only if they can be the cause. If this pool has a maximum size, and the allocation would
+        # exceed it or the device has enough free memory, their names would mislead.
         used, free = figures.get("used", 0), figures.get("free", 0)
         limited = "limit" in figures and (used + buffer._nbytes > figures["limit"] or free >= buffer._nbytes)
         if not limited:

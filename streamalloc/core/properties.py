@@ -87,7 +87,8 @@ class MemHandleType(_Named, enum.IntFlag):
 class MemAccess(_Named, enum.IntEnum):
     """Permission of a device or the host to use memory (``CUmemAccess_flags``).
 
-    :meth:`MemoryPool.set_access` and :meth:`vmm.AddressRange.map` take it as ``access``.
+    :meth:`MemoryPool.set_access` and :meth:`vmm.AddressRange.set_access` take it as ``access``. The ``access`` of
+    :meth:`vmm.AddressRange.map` may be a dictionary with a permission for each device or location.
     """
 
     NONE = 0

@@ -9,8 +9,9 @@ PyTorch's memory history is read only later. So :class:`Blocks` logs each use to
 operations that surely come before the use. :meth:`Blocks.merge` then judges uses, allocations and frees in the order of
 time:
 
-* The first use of a new block by a kernel counts as a write, because nobody reads what nothing has written. Later uses
-  by a kernel count as reads, unless it is known what the kernel writes. Copies and fills count as what they are.
+* The first use of a new block by a kernel counts as a write, because nobody reads what nothing has written, unless it
+  is known that the kernel does not write the block. Later uses by a kernel count as reads, unless it is known that the
+  kernel writes the block. Copies and fills count as what they are.
 * The uses by other streams than the block's own must have ended before the first use of the next owner.
 
 Of a block that only its own stream uses, just the first use and the latest ones are kept, because these uses need no

@@ -117,9 +117,12 @@ class Operators:
     def operands(self, thread: int, kernel: Kernel, pointers: tuple[int, ...] | None) -> Operands:
         """Return the tensors of the PyTorch operator that ``thread`` runs, for a kernel that this thread launches.
 
-        The list is empty if the thread runs no operator, or one that may use only parts of its tensors. If the driver
-        does not tell the kernel's arguments (``pointers`` is None), the operator's results are added to the list when
-        the operator ends.
+        The list is empty if the thread runs no operator; if the operator may use only parts of its tensors; if it takes
+        lists of tensors, and a convention tells what the kernel writes; and if a tensor is of an unknown class, or
+        cannot tell its address.
+
+        If the driver does not tell the kernel's arguments (``pointers`` is None), and the operator returns only new
+        tensors, these are added to a list that is not empty when the operator ends.
         """
         running = self._running.get(thread)
         if running is None:

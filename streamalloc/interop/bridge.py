@@ -269,9 +269,11 @@ class Sources:
 
         When this object is dropped, the memory is freed in stream order.
         """
-        # The finaliser of a pool's buffer frees on the default stream of whichever context and thread drops the buffer.
-        # `_Held` uses the stream of the allocation. Other memory makes no such call: a cached buffer returns to its
-        # list, captured memory belongs to its graph, and virtual memory is unmapped after the work that uses it.
+        # The finaliser of a pool's buffer leaves the free to a deferred item if the buffer's stream is a default stream
+        # and another context is current, or is a per-thread stream of another thread. `_Held` makes the free at once if
+        # possible, because the library's next allocation may need the memory. Other memory makes no such call: a cached
+        # buffer returns to its list, captured memory belongs to its graph, and virtual memory is unmapped after the
+        # work that uses it.
         return _Held(cast("Buffer", memory)) if type(memory) is PoolBuffer else memory
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:

@@ -463,8 +463,8 @@ class SymmetricMemory(Closes, Shown):
         Raises
         ------
         SymmetricMemoryError
-            A rank died or was not ready in time. This rank's resources are released, unless its device is still busy
-            one second later.
+            A rank died or was not ready in time. This rank's resources are released, unless a device of this process is
+            still busy after the rest of the time, but at least one second (one second if there is no limit).
         CaptureError
             A stream is being captured. Nothing was released, and no rank was notified.
         CudaError
@@ -591,8 +591,9 @@ class _DroppedMemory(Deferred):
         """True once the work on all devices has ended."""
 
     def attempt(self) -> bool:
-        """Release the memory if the devices are idle; otherwise start a thread that waits for the devices. Returns True
-        once everything is released.
+        """Release the memory if the thread of an earlier call has found the devices idle. Otherwise start this thread
+        unless it runs: it ends the waits of queued work for other ranks, then waits for the devices. Returns True once
+        everything is released.
         """
         if self._idle:
             return self.resources.attempt()

@@ -422,8 +422,10 @@ _FREED_BYTES = 4 << 20
 _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256
 _FREED_RESERVED = 8 << 40
-"""Limits of the freed ranges that are kept readable: bytes, number of ranges, bytes that their reservations had. The
-last limit exists because a kept range prevents a reservation of equal size at the same high addresses.
+"""Limits for all freed ranges together that are kept readable: ``_FREED_KEPT`` for their bytes, ``_FREED_RANGES`` for
+their number, ``_FREED_RESERVED`` for the bytes of the former reservations. The newest range is kept in any case. The
+last limit exists because a new reservation of equal size cannot get the addresses of a kept range. ``_FREED_BYTES`` is
+the size of the file that is mapped at the ranges, repeatedly.
 """
 
 

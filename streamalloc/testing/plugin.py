@@ -307,8 +307,8 @@ def _why_skipped(needs: Needs) -> str | None:
 
 
 def _needs_of_all(request: pytest.FixtureRequest) -> Needs:
-    """Return the needs of a fixture's machine. For a scope wider than a test, they are the needs of all tests that use
-    the machine.
+    """Return the needs of a fixture's machine. For a scope wider than a test, ``devices``, ``fabric`` and ``multicast``
+    fulfil the needs of all tests that use the machine; ``machine`` is the one of the scope's own mark.
     """
     own = _needs(request.node)
     if isinstance(request.node, pytest.Item):

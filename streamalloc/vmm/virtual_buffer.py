@@ -579,8 +579,8 @@ def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> N
     for buffer, several in entries.items():
         for entry in several:
             entry.close()
-        # This drops the entries with their memory objects, because file descriptors exported from these would keep the
-        # memory.
+        # table() removes the released entries, and with them their memory objects: file descriptors exported from these
+        # objects would keep the memory.
         buffer.range._node.table()
 
 

@@ -87,7 +87,11 @@ class RankGroup:
         Raises
         ------
         SymmetricMemoryError
-            The step failed on a rank. If it failed on a rank of this process, ``__cause__`` is the error.
+            The step failed on a rank, or the communicator failed. ``__cause__`` is the error of this process's rank or
+            of the communicator; None if the step failed only on ranks of other processes.
+        BaseException
+            An exception that is no ``Exception``, such as KeyboardInterrupt, is raised unchanged. If ``do`` raised it,
+            the other ranks are told first.
         """
         outcomes: dict[int, bytes | BaseException] = {}
         for rank in self.local:

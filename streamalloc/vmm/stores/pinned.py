@@ -34,7 +34,7 @@ Run: TypeAlias = Callable[[Callable[[int], object], Iterable[int]], Iterable[obj
 HUGE = 2 << 20
 """Size of a huge page in bytes."""
 PIECE = 128 << 20
-"""Bytes that are pinned in one call, while copies to memory that is pinned already run."""
+"""Largest number of bytes that one call pins. Meanwhile copies to the pieces that were pinned before can run."""
 _PART = 16 << 20
 """Bytes that one thread fills in one step."""
 _MOST_CORES = 8
