@@ -207,7 +207,9 @@ class TrackedCapture:
             inside.clock.learn(clock)
 
     def reorder(self, stream: TrackedStream, after: list[int], anew: bool) -> None:
-        """Order a stream after the nodes with the handles ``after``. ``anew``: whether its earlier order is dropped."""
+        """Order a stream after the nodes with the handles ``after``. A handle of an unknown node stands for all
+        operations captured so far. ``anew``: whether the stream's earlier order is dropped.
+        """
         if anew:
             # A new stream of the timeline has no earlier order. So with ``anew`` it replaces the old stream.
             self._streams[stream] = self._inside.timeline.stream(stream.name)

@@ -29,7 +29,7 @@ run.
 _CHOICES = 256
 """Largest number of the driver's choices that are kept. An order by an older choice counts as :data:`UNORDERED`."""
 MOST_WAITS = 8
-"""Largest number of a stream's waits for events that reports can name; older ones are dropped."""
+"""Largest number of waits for events, of each stream and of the host, that reports can name; older ones are dropped."""
 _SEARCHES = 2000
 """Largest number of searches through the choices in one run, because each search takes time. After that, an order by
 choice counts as :data:`UNORDERED`, with a note.

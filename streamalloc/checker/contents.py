@@ -192,7 +192,8 @@ class QueuedSources:
         """Watch the host memory that the latest operation of ``stream`` reads, if the host may change this memory
         without a call that the checker is told of.
 
-        For operations on streams of other libraries, only a note is added. ``pieces``: tuples of a part of memory and
+        Only a note is added for operations on streams of other libraries, and for memory that other work may still
+        write. ``pieces``: tuples of a part of memory and
         whether the operation writes it. ``what``, ``stack``: name and place of the operation.
         """
         viewed = self.followed(pieces)

@@ -91,7 +91,7 @@ class BoardEntry:
 
     @property
     def number(self) -> int:
-        """Number of records of the event; 0 if the entry now belongs to another event."""
+        """Number of records of events at the entry so far; 0 if the event was removed."""
         return int(self.board["number"][self.at]) if self.is_there else 0
 
 
@@ -149,18 +149,19 @@ class Board:
         return self.number(index)
 
     def number(self, index: int) -> int:
-        """Return how often the event at ``index`` was recorded."""
+        """Return how often events at ``index`` were recorded, earlier events included."""
         return int(self._entries["number"][index])
 
     def post(
         self, name: bytes, covers: list[tuple[int, int]], part: tuple[int, int] = (0, 0), index: int | None = None
     ) -> int | None:
         """Post an export that is not complete, or a use of a part of shared memory. Returns the index of the post; None
-        if the board is not writable. If there are :data:`POSTS` posts, the oldest is replaced.
+        if the board is not writable. A new post replaces the one made :data:`POSTS` posts before it, if that is still
+        there.
 
         ``name``: see :func:`posts_of`. ``covers``: the event records that come after the work, as tuples of the event's
-        index and the record's number. ``part``: start and end of the used part as offsets in bytes; 0 and 0 for all
-        memory. ``index``: index of an earlier post that is replaced.
+        index and the record's number; the first :data:`COVERS` are posted. ``part``: start and end of the used part as
+        offsets in bytes; 0 and 0 for all memory. ``index``: index of an earlier post that is replaced.
         """
         if not self._open():
             self._on_full()
@@ -198,7 +199,7 @@ class Announced(NamedTuple):
     post: BoardEntry
     covers: tuple[tuple[BoardEntry, int], ...]
     """Event records, as tuples of the event's entry and the number of the record. An importer must wait for one of
-    them. If there are none, a value in memory shows that the work has ended.
+    them. There are none if a value in memory shows that the work has ended, or if no event was recorded after a use.
     """
     part: tuple[int, int] = (0, 0)
     """Offsets in bytes of the first used byte and of the end; both 0 for all memory."""
@@ -383,7 +384,7 @@ class Interprocess:
 
     def begins_import(self, range_: Range, exported: bytes) -> None:
         """Announce to other processes that this process has an import open. ``exported``: the import's export data. If
-        the board is full, a note is added instead.
+        the board is full or not writable, a note is added instead.
         """
         index = self.board.add_entry(exported + IMPORT)
         if index is not None:
@@ -454,7 +455,8 @@ class Interprocess:
 
     def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
         """Check an export of memory whose work may not have ended. If a recorded interprocess event comes after the
-        work, importers can wait for it, and it is posted for them. Otherwise a hazard is reported.
+        work, importers can wait for it, and it is posted for them if the board has space. If there is none, a hazard is
+        reported.
 
         ``stack``: place of the export in the program. ``name``: export data, by which other processes find the post.
         """
@@ -522,8 +524,8 @@ class Interprocess:
         self.uses.setdefault(range_, [])
 
     def used(self, piece: Piece, actor: TrackedStream, write: bool) -> None:
-        """Record a use by the stream ``actor`` of memory that other processes may have open. ``write``: whether it
-        writes.
+        """Record a use by the stream ``actor`` of memory that other processes may have open. If another library can use
+        the stream, a note is added instead. ``write``: whether the use writes.
         """
         range_, low, high = piece
         if actor in self._timeline.foreign:
@@ -551,7 +553,9 @@ class Interprocess:
             one.post = self.board.post(_named(name, one.write), latest, part, one.post)
 
     def covers(self, event: TrackedEvent, clock: Clock, number: int) -> None:
-        """Announce that the record ``number`` of an event comes after the uses that ``clock`` contains."""
+        """Announce that the record ``number`` of an event comes after the uses that ``clock`` contains. Do nothing if
+        the event is not on the board.
+        """
         index = event.index
         if index is None:
             return
@@ -647,8 +651,9 @@ class Interprocess:
                 range_.awaited = (*(one for one in range_.awaited if not one.over()), made)
 
     def share(self, stream: TrackedStream, address: int, nbytes: int, name: bytes, stack: Stack) -> None:
-        """Announce, under ``name``, that memory is complete once the queued work of ``stream`` is done. ``stack``:
-        place in the program.
+        """Announce, under ``name``, that memory is complete once the queued work of ``stream`` is done; nothing is
+        announced if it is complete now. Writes that this work does not come after are reported. ``stack``: place in the
+        program.
         """
         pieces = self._addresses.pieces(address, nbytes)
         host = self._timeline.host
@@ -756,8 +761,8 @@ class OpenFiles(Generic[T]):
         return next((one for noted, one in self._noted.items() if one is not None and self._is(number, noted)), None)
 
     def note(self, number: int, thing: T) -> None:
-        """Set the value of the open file with the descriptor ``number``. Adds a note if its import cannot be
-        followed.
+        """Set the value of the open file with the descriptor ``number``. Adds a note if its import cannot be followed,
+        or if the table is full and the oldest file is removed.
         """
         key = _inode(number)
         if key is not None:

@@ -85,8 +85,9 @@ class Judge:
     def free(
         self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = ""
     ) -> Callable[[], None]:
-        """Record a free of ``range_``, and report operations that may still use the memory. ``ending``: ``"unmap"`` or
-        ``"release"`` if the call is no free.
+        """Record a free of ``range_``. Report operations and imports that may still use the memory, a free without
+        order after the allocation, and a second free, which is not recorded. ``ending``: ``"unmap"`` or ``"release"``
+        if the call is no free; the allocation is then not compared.
 
         ``clock``: clock of the operations that precede the free. ``what``, ``stack``: the call and its place. Returns a
         function that undoes the record, for a free that the driver refuses.
@@ -138,8 +139,8 @@ class Judge:
     def use(
         self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None, races: bool = True
     ) -> None:
-        """Record a read or a write of ``pieces``, and report missing orders. ``clock``: clock of the operations that
-        precede the use.
+        """Record a read or a write of ``pieces``, and report missing orders, missing access rights, and uses of freed
+        memory, which are not recorded. ``clock``: clock of the operations that precede the use.
 
         ``device``: the device whose access rights are checked, which the driver does not do for kernels; None: no
         check. ``races``: False for the use of a value in memory by which streams order themselves.
@@ -187,8 +188,8 @@ class Judge:
         return rights
 
     def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
-        """Report a use that begins inside a range and goes beyond its end. ``end``: the address at which the use
-        ends.
+        """Report a use that begins inside a range and goes beyond its end, unless the range was freed. ``end``: the
+        address at which the use ends.
         """
         range_, start, last = piece
         if range_.ended is None:
@@ -198,7 +199,8 @@ class Judge:
             self.report("out of bounds", what, remedy, range_, stack)
 
     def reads_unwritten(self, piece: Piece, access: Access, unseen_upto: int) -> None:
-        """Report a read of bytes that were never written.
+        """Report a read of bytes that were never written; the first such part only. Memory that may have been written
+        unseen is left out.
 
         ``unseen_upto``: highest :attr:`.Bytes.number` of memory that a kernel without declared uses may have written.
         """

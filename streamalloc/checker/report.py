@@ -173,7 +173,8 @@ class Reports:
     def show_rest(self, summary: bool) -> None:
         """Show the hazards that were not shown yet.
 
-        ``summary``: also print the number of hazards and the notes on what was not checked.
+        ``summary``: also print the number of hazards and the notes on what was not checked; a test in the parent
+        process gets only the notes.
         """
         often = [one for one in self.all if one.count > 1 and one in self.shown]
         for hazard in self.all:

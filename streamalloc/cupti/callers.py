@@ -71,7 +71,8 @@ def caller(frame: FrameType | None) -> str:
     ``frame``: the innermost Python frame.
 
     The library is that of the first frame of the C stack outside of the driver and the bindings. If this frame is
-    Python's own, or there is none, the library is the first installed package on Python's stack, or the program.
+    Python's own, or there is none, the library is that of the innermost Python frame of an installed package, or the
+    program if a frame of the program comes first.
     """
     count = _backtrace(_frames, _MOST_FRAMES) if _backtrace is not None else 0
     seen_driver = False
@@ -118,7 +119,7 @@ class Gpu(NamedTuple):
     free: int
     processes: dict[int, int]
     """Bytes of each process, by process number. In a container these are process numbers of the host. A process whose
-    bytes NVML does not know is left out.
+    bytes NVML does not know is left out. Empty if NVML does not list the processes, or there are more than 256.
     """
 
 

@@ -250,8 +250,8 @@ class Check:
                     os.environ[name] = value
 
     def merge(self, upto: int | None = None) -> None:
-        """Judge the logged uses against the acts of the libraries' allocators, up to the time ``upto`` (ns; None:
-        now).
+        """Judge the logged uses against the acts of the libraries' allocators, up to the time ``upto`` (ns; None: now).
+        While only one stream has work, nothing is judged.
         """
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
@@ -307,8 +307,8 @@ class Check:
         return made(DriverCall, (*call[:-2], operands, False)) if operands else call
 
     def _work(self, call: DriverCall | None = None) -> None:
-        """Follow all waiting calls. ``call``: the call whose callback runs on this thread; None outside of
-        callbacks.
+        """Follow all waiting calls; leave them to a later call if the wait for another thread could deadlock. ``call``:
+        the call whose callback runs on this thread; None outside of callbacks.
         """
         if self._worker == threading.get_ident():
             # A finaliser made the call while this thread was in the loop below. The loop then takes this call, too.
@@ -424,9 +424,11 @@ def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
     allocators, with the copies, fills, kernels, waits, graphs and frees that use it. The check assumes that a kernel
     uses the memory whose addresses are among its arguments, and that the kernel writes
 
-    * its output, if the kernel is an element-wise kernel of PyTorch or CuPy;
-    * new memory that no call has used before;
-    * what the schema of PyTorch's operator says, once the program has made a stream.
+    * its output, if it is a kernel of PyTorch for element-wise operations, reductions or lists of tensors, or a kernel
+      of CuPy's own operations;
+    * what the schema of PyTorch's operator says, once the program has made a stream, if the operator uses its tensors
+      whole;
+    * new memory that no call has used before, unless these two say that the kernel only reads it.
 
     All other uses by a kernel are unknown, and count as reads. So a race is missed if its only write is such an unknown
     use.

@@ -9,6 +9,8 @@ waits for the mutex. So the machine code stores calls of these functions in a ri
 * after the import of PyTorch, event queries and frees by threads without the GIL. The source line of these calls
   matters little.
 
+Calls whose arguments point to memory of the caller are dropped instead. While the ring is full, calls go to Python.
+
 The next callback in Python takes the stored calls. CUPTI calls back twice, before and after each driver call; the
 machine code ignores the first callback. The machine code needs Linux on x86-64. Elsewhere every callback waits for the
 GIL.
@@ -189,8 +191,8 @@ class Gate:
     def asking(self) -> Iterator[None]:
         """Allow the code in the ``with`` block to take the mutex of PyTorch's allocator without a deadlock.
 
-        On entry it waits until the callbacks of other threads have ended, because one of these threads may hold the
-        mutex and wait for the GIL.
+        On entry it waits until the callbacks of other threads have ended, at most a second, because one of these
+        threads may hold the mutex and wait for the GIL.
         """
         words = self.words
         words[_ASKING] += 1

@@ -3,7 +3,8 @@
 The driver tells the bytes of the arguments and not their types. So each aligned word of 8 bytes that may be a device
 address counts as a pointer. Which pointers a kernel writes to is known only if its library has a convention:
 
-* PyTorch's element-wise kernels have the output as the first pointer, and its reductions have the output as the second.
+* PyTorch's element-wise kernels have the output as the first pointer (two outputs as the first two), and its reductions
+  have the output as the second.
 * PyTorch's kernels for lists of tensors, such as those of optimizers, change the tensors of the first list.
 * CuPy's kernels have the output as the last pointer.
 """

@@ -81,7 +81,7 @@ class DriverCall(NamedTuple):
     thread has no Python frames, so its calls have the frames of the main thread.
     """
     time: int
-    """Time at which the call returned, in ns since the epoch."""
+    """Time at which the call returned, in ns since the epoch; of a late call, at which it was passed on."""
     kernel: str = ""
     """Mangled name of the launched kernel; empty for other calls."""
     pointers: tuple[int, ...] | None = ()
@@ -104,7 +104,7 @@ class Subscription:
     def __init__(self, listener: Callable[[DriverCall], None], functions: Iterable[str]) -> None:
         self.error: BaseException | None = None
         """First error of the listener or of this object; None before. After an error the listener gets no more calls. A
-        ``KeyboardInterrupt`` is not stored here: it is raised again later.
+        ``KeyboardInterrupt`` or :class:`RaisedAgain` is not stored here, and ends nothing: it is raised again later.
         """
         self._listener = listener
         self._library = Library()
@@ -289,7 +289,8 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
 
     The listener runs on the thread of the call, with the GIL. It must make no driver call, and take no lock that a
     thread may hold while it calls the driver. An exception in the listener ends the subscription, and the program goes
-    on. :attr:`Subscription.error` is then this exception. Calls in forked children are not reported.
+    on. :attr:`Subscription.error` is then this exception. Only a ``KeyboardInterrupt`` ends nothing, and is raised in
+    the main thread soon after. Kernel launches that fail, and calls in forked children, are not reported.
 
     Parameters
     ----------

@@ -80,7 +80,7 @@ class Signals:
 
     def put(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
         """Queue an increment of the counter of ``rank`` in the memory of ``peer``, after the earlier work of ``stream``
-        (``cuStreamWriteValue32``). Errors as for :meth:`barrier`.
+        (``cuStreamWriteValue32``). Errors as for :meth:`barrier`; ValueError also if ``peer`` is not another rank.
         """
         self._check(rank, peer, stream, channel, "cuStreamWriteValue32")
         count = (self._sent[rank, peer, channel] + 1) % _WRAP
@@ -91,7 +91,7 @@ class Signals:
 
     def wait(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
         """Have later work of ``stream`` wait for the next increment by ``peer`` in the memory of ``rank``
-        (``cuStreamWaitValue32``). Errors as for :meth:`barrier`.
+        (``cuStreamWaitValue32``). Errors as for :meth:`put`.
         """
         self._check(rank, peer, stream, channel, "cuStreamWaitValue32")
         count = (self._awaited[rank, peer, channel] + 1) % _WRAP

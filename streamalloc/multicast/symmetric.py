@@ -135,11 +135,12 @@ class SymmetricMemory(Closes, Shown):
         :meth:`local`.
     multicast
         True: create a multicast view, or raise if it is not supported. False: create no view. ``"auto"``: create a view
-        if every rank has a device of its own that supports multicast; a failure is still an error. The same on all
-        ranks.
+        if there are two ranks or more, and each has a device of its own that supports multicast; a failure is still an
+        error. The same on all ranks.
     handle_type
         Type of the handles that the ranks exchange; the same on all ranks. Default: fabric handles if all devices
-        support and permit them, else file descriptors. File descriptors need all ranks on one machine.
+        support and permit them, else file descriptors. File descriptors need all ranks on one machine, of one user and
+        in one network namespace.
     signal_pad_bytes
         Size in bytes of each rank's signal pad: zeroed memory for your kernels. The same on all ranks.
     timeout
@@ -404,8 +405,8 @@ class SymmetricMemory(Closes, Shown):
         """Signal another rank once the work queued on the stream has completed (``cuStreamWriteValue32``).
 
         The host does not block. Signals are counted: the peer's n-th :meth:`wait_signal` on a channel waits for the
-        n-th signal from this rank. Errors as for :meth:`barrier`; ValueError also if ``peer`` is not another rank, or
-        if several ranks have the stream's device and ``rank`` is not given.
+        n-th signal from this rank. Errors as for :meth:`barrier`; ValueError also if ``peer`` is not another rank, if
+        ``rank`` is not a rank of this process, or if several ranks have the stream's device and ``rank`` is not given.
 
         Parameters
         ----------
@@ -463,13 +464,14 @@ class SymmetricMemory(Closes, Shown):
         Raises
         ------
         SymmetricMemoryError
-            A rank died or was not ready in time. This rank's resources are released, unless a device of this process is
-            still busy after the rest of the time, but at least one second (one second if there is no limit).
+            A rank died, was not ready in time, or could not wait for its devices. This rank's resources are released,
+            unless other code captures a stream, the driver refuses a release, or a device of this process is still busy
+            after the rest of the time, but at least one second (one second if there is no limit).
         CaptureError
-            A stream is being captured. Nothing was released, and no rank was notified.
+            This package captures a stream. Nothing was released, and no rank was notified.
         CudaError
-            Work of this rank's device had failed, or the driver refused a release. After a refusal, call :meth:`close`
-            again to retry.
+            Work of a device of this process had failed, or the driver refused a release. After a refusal, call
+            :meth:`close` again to retry.
         """
         if self.closed:
             return
@@ -512,7 +514,7 @@ class SymmetricMemory(Closes, Shown):
         TimeoutError
             A device was still busy after that time; a kernel may wait for another rank. Nothing was released.
         CaptureError, CudaError
-            As for :meth:`close`.
+            A stream is being captured, by this package or other code, and nothing was released; or as for close().
         """
         if self.closed:
             return

@@ -373,8 +373,8 @@ class MulticastObject(GenericAllocation):
             Not all devices were added. The driver would block.
         TypeError, ValueError
             An offset, size or address is unaligned or out of range, or these bytes of the object are bound already. Or
-            the memory belongs to another driver, has several chunks, is on a device outside of the team, or cannot be
-            shared although the object can.
+            the memory belongs to another driver, has several chunks, or cannot be shared although the object can. Or
+            this process has added all devices, and the memory is on another device.
         ClosedError
             The object or the memory was closed.
         OutOfMemoryError
@@ -426,7 +426,7 @@ class MulticastObject(GenericAllocation):
         IncompleteTeamError
             Not all devices were added. The driver would block.
         ValueError, NotSupportedError
-            A device is not in the team; ``access`` names the host, which cannot use a multicast object.
+            All devices were added here, and another is named; ``access`` names the host, which cannot use the object.
         AddressSpaceError
             The process has no free address range of this size.
         """

@@ -49,14 +49,16 @@ class RankProfile:
     nbytes: int
     signal_pad_bytes: int
     multicast: bool | None
-    """Whether to use multicast; None to use it if all devices support it."""
+    """Whether to use multicast; None to use it if there are several ranks, each with a device of its own that supports
+    it.
+    """
     handle_type: int
     """``MemHandleType`` as a number; 0 for any type that works."""
     host: str
     """Text that identifies machine, user and network namespace."""
     multicast_granularity: int
     """Recommended granularity of a multicast object in bytes, the largest for any handle type that the device supports;
-    0 if there will be no multicast object.
+    0 if this rank's argument or device excludes multicast, or there is only one rank.
     """
     format: int = _FORMAT
 
