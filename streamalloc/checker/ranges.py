@@ -316,7 +316,9 @@ Pieces = list[tuple[Piece, bool]]
 
 
 class AddressMap(RangeMap[Range]):
-    """Ranges in an address space. A freed range stays recorded until another range gets its addresses."""
+    """Ranges in an address space. A freed range stays recorded until another range gets its addresses, or until too
+    many ranges are recorded.
+    """
 
     def __init__(self, notes: Notes | None = None) -> None:
         super().__init__()
@@ -382,8 +384,8 @@ class AddressMap(RangeMap[Range]):
         return found
 
     def pieces(self, start: int, size: int) -> list[Piece]:
-        """Return the parts of ranges at ``size`` addresses from ``start`` on, in the order of addresses. Addresses that
-        are in no range are left out.
+        """Return the parts of ranges, also of freed ranges, at ``size`` addresses from ``start`` on, in the order of
+        addresses. Addresses that are in no range are left out.
         """
         if not size:
             return []

@@ -2,8 +2,8 @@
 
 Other libraries may use their own streams, and streams whose handles they can get. They may order these streams, or make
 the host wait for them, by calls that the checker is not told of. So these streams count as ordered among each other.
-The checker records an event after each operation in such a stream. Once the event is done, the host may have waited for
-the operation.
+The checker records an event after each operation in such a stream, except in default streams. Once the event is done,
+or at once if there is none, the host counts as having waited for the operation.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ForeignStreams:
 
     def did(self, stream: TrackedStream) -> None:
         """If other libraries may use a stream, record an event after its latest operation, by which the checker finds
-        out when the operation has ended.
+        out when the operation has ended. If that is not possible, the host counts as having waited for the operation.
         """
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return

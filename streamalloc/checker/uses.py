@@ -326,8 +326,8 @@ def kernels_of_others(
     the stream runs the kernels.
 
     If it is unknown which memory a kernel writes, its uses count as reads. A read is enough to find a missing order
-    with a free, or with a known write in another stream. But the first use of new memory counts as a write, because no
-    program reads memory that was never written.
+    with a free, or with a known write in another stream. But outside of a capture the first use of new memory counts as
+    a write, because no program reads memory that was never written.
     """
     is_captured = state.capture_of(stream) is not None
     if not is_captured:
@@ -390,7 +390,8 @@ def release_mapped(state: State, address: int, nbytes: int, released: bool) -> N
 
 
 def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
-    """Queue a use of memory, or add it to the capture of its stream.
+    """Queue a use of memory, or add it to the capture of its stream. A queued write to memory that the program has
+    released is reported.
 
     ``node`` has the memory, the name and the place of the use.
     """
@@ -423,7 +424,8 @@ def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack
     """Record the uses of a node as queued, if its stream waits for something. ``stack``: place of the uses in the
     program.
 
-    A free by the host before the uses have run is then a hazard.
+    A free by the host before the uses have run is then a hazard, unless the stream waits for a value whose arrival no
+    call need show.
     """
     for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
         range_.waiting_write |= write
@@ -491,7 +493,7 @@ def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict
 
 def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Steps:
     """Report a use of memory that was certainly freed before. If the free is not certainly before, report the use only
-    if the driver refuses the call.
+    if the driver refuses the call. Nothing is reported while the stream waits for something.
 
     ``what``: name of the call. ``in_order``: False for a call outside of stream order. Returns the driver's answer.
     """

@@ -139,7 +139,7 @@ class Recorder:
         list.
         """
         self.finished: bool = False
-        """Whether all hazards were shown, or were returned to the program by :meth:`finish`."""
+        """Whether :meth:`finish` or :meth:`close` was called, or the end of the process has shown all hazards."""
         self.process: int = os.getpid()
         """Id of the process that made the recorder. At exit, a forked child reports only hazards that it has found
         itself.
@@ -400,7 +400,7 @@ class Recorder:
     @_notification()
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         """Record that queued work writes elements of type ``dtype``. ``write=False``: the host reads elements as this
-        type.
+        type; they are compared unless other code may have written them by kernels.
         """
         if write:
             self.state.types.wrote(address, nbytes, dtype, self.state.place())
@@ -472,7 +472,8 @@ class Recorder:
     def finish(self) -> list[Hazard]:
         """Attempt deferred releases, check the work that is queued behind waits, and add leaks. Returns all hazards.
 
-        Without this call, the end of the process does the same, and prints the hazards that were not shown.
+        Without this call, the end of the process does the same, and prints the hazards that were not shown. A forked
+        child only prints those that it has found.
         """
         self.settle()
         self.finished = True
@@ -756,7 +757,9 @@ class Poison:
         """Whether copies to host memory are delayed (:meth:`_delay`), which is done only on a simulated driver."""
 
     def fill(self, name: str, args: tuple[Any, ...], answer: Any = None) -> None:
-        """Fill memory that a call is about to free. If ``answer`` is given, fill memory that the call has allocated."""
+        """Fill memory that a call is about to free, and the target of a copy that :meth:`_delay` delays. If ``answer``
+        is given, fill memory that the call has allocated, or to which it gave the first access.
+        """
         if name.endswith(_WAITS) or name.startswith("cuMemFree"):
             _WAITED.set()
         if answer is None and name in _FREES:
@@ -804,9 +807,10 @@ class Poison:
         self._driver.cuStreamDestroy(stream)
 
     def _delay(self, to: Any, source: Any, size: Any, stream: Any) -> None:
-        """Fill the target of a copy to host memory, and delay the copy until the host waits.
+        """Fill the target of a copy to host memory, and delay the copy until the host waits, on a simulated driver.
 
-        A host that reads the target too early then reads the fill value.
+        A host that reads the target too early then reads the fill value. Copies of at most :data:`.uses.FLAG` bytes, in
+        captured streams, or to overlapping bytes are left out.
         """
         target, nbytes, found = number_of(to), int(size), self._state.stream(stream)
         pieces = self._state.addresses.pieces(target, nbytes)

@@ -309,7 +309,7 @@ def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None
 
 
 def _device(args: Arguments) -> int | None:
-    """Return the device in a pool call's arguments; None for a pool of host memory.
+    """Return the device in a pool call's arguments; None for a pool of host memory or managed memory.
 
     The arguments begin with an ordinal, or with a location and an allocation type.
     """

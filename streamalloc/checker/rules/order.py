@@ -150,7 +150,8 @@ def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
 
 def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: bool = False) -> None:
     """Make a stream wait for an event (``cuStreamWaitEvent``). If the event was recorded in a capture, the stream joins
-    this capture.
+    this capture; nothing happens if the capture has ended. A captured stream does not wait for other events, unless
+    ``external``.
 
     ``external``: in a capture, each launch of the graph waits for the event, which is outside of the graph.
     """

@@ -104,7 +104,8 @@ def _is_staged(state: State, sides: tuple[Any, ...]) -> bool:
 def _fills(stream_at: int | None, width: int) -> Around:
     """Rule for a fill. ``width``: size of an element in bytes.
 
-    A small fill also counts as a write of values for which streams may wait.
+    A fill of 4 to 64 bytes also counts as a write of values for which streams may wait, unless a stream is being
+    captured.
     """
 
     def read(state: State, args: Arguments) -> _Uses:
