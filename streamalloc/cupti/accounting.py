@@ -118,8 +118,9 @@ class Moment(NamedTuple):
     name: str
     rows: tuple[Row, ...]
     driver: dict[int, int]
-    """Bytes that the process uses by device ordinal, as the driver reports them; empty if the driver was not asked at
-    this time.
+    """Bytes that the process uses by device ordinal, as NVML reports them; empty if the driver was not asked at this
+    time. If NVML does not tell them: the bytes that all processes have taken since the account began, or if NVML did
+    not list the device, all its used bytes.
     """
 
     @property
@@ -368,8 +369,10 @@ class Memory:
         one.
 
         The peak is that of the bytes that driver calls have allocated. If the peak lasted for a while, the blocks
-        listed are those of the moment at which they had most bytes. The reserve of a pool at the peak counts as the
-        largest so far. Finalisers must not call this method, because it makes driver calls.
+        listed are those of the moment at which they had most bytes. The reserve of a pool and the memory of graphs at
+        the peak count as the largest so far. If the rows of now have more bytes, they are the peak.
+
+        Finalisers must not call this method, because it makes driver calls.
         """
         torch = Torch(self.libraries.snapshot())
         self._catch_up()
@@ -542,7 +545,9 @@ class _Asked:
                 self._reserved[high][device] += int(found[1])
 
     def device(self, where: int) -> int:
-        """Return the device ordinal for a value of :attr:`Line.where` (a context handle, or -1 - ordinal)."""
+        """Return the device ordinal for a value of :attr:`Line.where` (a context handle, or -1 - ordinal); 0 for a
+        context that the driver was not asked about.
+        """
         return -1 - where if where < 0 else self._devices.get(where, 0)
 
     def rows(self, sums: Counter[Line]) -> Iterator[Row]:
