@@ -275,7 +275,11 @@ class HostTier(BlockTier):
     Threads fill huge pages and register them (``cuMemHostRegister``), 128 MiB at a time, while copies to memory that is
     pinned already run. If the driver or a limit of the process prevents this, the memory comes from a pool in host
     memory or from ``cuMemHostAlloc``, and a warning is logged once. Thread-safe. Contents are kept until they are
-    swapped in or released, or the buffers wake or are closed, even after :meth:`close`. ::
+    swapped in or released, or the buffers wake or are closed, even after :meth:`close`.
+
+    The driver waits for all work of the devices when it releases pinned memory (``cuMemHostUnregister``). So
+    :meth:`trim` and :meth:`close` may block the host. If the tier is dropped instead, another thread releases the
+    memory once the devices are idle. ::
 
         with vmm.HostTier(device, limit=64 << 30) as host, vmm.SleepGroup(device, backup=host) as group:
             group.allocate(8 << 20, tag="weights")
