@@ -13,7 +13,7 @@ the free of a buffer, or the end of an event or a stream, which waits for nothin
 finalisers do more:
 
 * The finaliser of a stream asks whether the stream's work is done. If not, it records an event after that work.
-* The finaliser of a control block (:mod:`streamalloc.ipc.wire.control_block`) starts a thread that makes the call.
+* The finaliser of a control block (:mod:`streamalloc.ipc.wire.control_block`) has a new thread attempt the release.
 * A finaliser of the bridges to other libraries (:mod:`streamalloc.interop`) records an event and has a stream wait for
   that event. Code that allocates by a pool's raw handle then gets the memory after its last use.
 

@@ -49,13 +49,11 @@ if TYPE_CHECKING:
 _TRIES = 5
 """Largest number of times that :class:`OnceIdle` repeats its call if the driver refuses it."""
 _IDLE_PAUSE = 0.02
-"""Shortest time in seconds between two threads that one :class:`OnceIdle` starts while a device is busy. Without it,
-each attempt of the item would start a thread.
-"""
+"""Shortest time in seconds between two attempts of one :class:`OnceIdle`, each of which asks about all streams."""
+_PATIENCE = 1.0
+"""Longest time in seconds that an attempt of :class:`OnceIdle` waits for its thread."""
 _QUERIES = (0.0, 0.00005, 0.0002)
-"""Seconds to sleep before each of the three queries of the devices' work. Three are enough, because a later attempt of
-the item starts another thread.
-"""
+"""Seconds to sleep before each of the three queries of the devices' work."""
 THIS = "this"
 """Value of ``owner`` that makes the new object the owner of the memory or handle."""
 Allocate: TypeAlias = "Callable[[int, Stream], Memory | int]"
@@ -125,10 +123,14 @@ def _is_readable(address: int) -> bool:
 
 
 class OnceIdle(Deferred):
-    """Queue item for a driver call that waits for the devices. Once they are idle, a new thread makes the call.
+    """Queue item for a driver call that waits for the devices. The call is made once they are idle.
 
     While such a call waits, driver 580 blocks all other threads that need the context. If the device were waiting for
-    one of these threads, no thread would ever continue. ``call`` may run twice, so a second run must do nothing.
+    one of these threads, no thread would ever continue. So the thread that attempts the item asks first whether the
+    devices are idle, and queues no work until the call has returned. The call is made on a new thread, which it blocks
+    if another thread queues work meanwhile: the attempt then returns after a second. The new thread asks nothing about
+    streams, because another library may destroy its streams at any time. ``call`` may run twice, so a second run must
+    do nothing.
     """
 
     __slots__ = ("_call", "_not_before", "_session")
@@ -142,39 +144,43 @@ class OnceIdle(Deferred):
         self._not_before = 0.0
 
     def attempt(self) -> bool:
-        """Start the thread and return True. If a device is busy, the thread submits this item again. Returns False if
-        the last thread was started less than 20 ms ago.
+        """If the devices are idle, make the call on a new thread, wait for it for at most a second, and return True.
+        Returns False if a device is busy, or if the last attempt was made less than 20 ms ago.
         """
         if time.monotonic() < self._not_before:
             return False
         self._not_before = time.monotonic() + _IDLE_PAUSE
+        if not self._idle():
+            return False
+        ended = _thread.allocate_lock()
+        ended.acquire()
         with undoing(lambda: self.running.discard(self)):
             self.running.add(self)
-            _thread.start_new_thread(self._run, ())
+            _thread.start_new_thread(self._run, (ended,))
+        ended.acquire(timeout=_PATIENCE)
         return True
 
-    def _run(self) -> None:
+    def _run(self, ended: _thread.LockType) -> None:
         try:
             for _ in range(_TRIES):
-                # After an error of a lost context the call is made, because there is no work to wait for.
-                with contextlib.suppress(CudaError), self._session.relaxed():
-                    if not self._idle():
-                        deferred_queue(self._session).submit(self)
-                        return
                 with contextlib.suppress(CudaError):
                     self._call()
                     return
         finally:
             self.running.discard(self)
+            ended.release()
 
     def _idle(self) -> bool:
         """Return whether the work that is queued now on known streams completes during three queries in 0.25 ms."""
-        queued = Fence(self._session)
-        for pause in _QUERIES:
-            time.sleep(pause)
-            if queued.done():
-                return True
-        return False
+        with contextlib.suppress(CudaError), self._session.relaxed():
+            queued = Fence(self._session)
+            for pause in _QUERIES:
+                time.sleep(pause)
+                if queued.done():
+                    break
+            else:
+                return False
+        return True  # After an error of a lost context, too: there is no work to wait for.
 
 
 # The report of leaks waits for these releases, too. A forked child has no such threads.

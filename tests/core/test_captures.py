@@ -157,7 +157,7 @@ def _free_after_all_work(device: sa.Device) -> Steps:
 def _call_that_waits_for_idle_devices(device: sa.Device) -> Steps:
     with device.create_stream() as stream, sa.MemoryPool(device) as pool:
         pool.allocate(4096, stream).free()
-        yield OnceIdle(session_of(device), lambda: None)._run
+        yield OnceIdle(session_of(device), lambda: None).attempt
 
 
 def _dropped_stream(device: sa.Device) -> Steps:

@@ -2,13 +2,17 @@
 
 import contextlib
 import itertools
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import streamalloc as sa
-from streamalloc.core.session import session_of
+from streamalloc.core.internal import Fence
+from streamalloc.core.session import Session, session_of
+from streamalloc.pool import plain as of_plain
 from streamalloc.pool.internal import OnceIdle
 from streamalloc.testing import Faults, Gate, settle
 from tests.interrupting import Interrupt, Interrupted
@@ -172,3 +176,28 @@ def test_a_call_for_idle_devices_is_made_after_an_interrupted_attempt(device: sa
         if not block.came:
             break
     assert nth > 4 and eventually(lambda: item not in OnceIdle.running)
+
+
+def test_a_call_for_idle_devices_has_returned_when_the_thread_goes_on(
+    device: sa.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread queues no work meanwhile, and asks about the streams itself, since it may destroy them afterwards."""
+    asked, made = list[int](), list[int]()
+
+    def asks(session: Session) -> Fence:
+        asked.append(threading.get_ident())
+        return Fence(session)
+
+    def call() -> None:
+        time.sleep(0.05)
+        made.append(threading.get_ident())
+
+    monkeypatch.setattr(of_plain, "Fence", asks)
+    with device.create_stream() as stream, Gate(device) as gate:
+        gate.hold(stream)
+        item = OnceIdle(session_of(device), call)
+        assert not item.attempt() and not made
+        gate.open()
+        stream.synchronize()
+        assert eventually(item.attempt) and len(made) == 1
+    assert {*asked} == {threading.get_ident()} and made != [threading.get_ident()]

@@ -75,7 +75,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, error_from, undoing
-from streamalloc.core.internal import Fd, Stream
+from streamalloc.core.internal import Fd, Stream, deferred_queue
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.locks import is_locked, lock, try_lock
@@ -273,9 +273,9 @@ class ControlBlock:
         # The close waits for the devices. If the thread that the collector has interrupted is to queue what a stream
         # waits for, a wait in this finaliser would never end.
         if getattr(self, "_raw", None) is not None and self.session.usable:
-            # The attempt is made here, because the driver may have no other user, and then no point of work would come.
+            # A new thread makes the attempt, because the driver has no other user, so no point of work may come.
             with contextlib.suppress(RuntimeError):  # Python refuses threads at its end, the system too many threads.
-                OnceIdle(self.session, self.close).attempt()
+                _thread.start_new_thread(_end_dropped, (OnceIdle(self.session, self.close), self.session))
 
     @classmethod
     def create(cls, session: Session) -> ControlBlock:
@@ -595,6 +595,11 @@ def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -
         # The lock is released explicitly: a forked child may also have the file open, so closing it would not release
         # the lock.
         lock(file.fileno(), byte, fcntl.F_UNLCK)
+
+
+def _end_dropped(end: OnceIdle, session: Session) -> None:
+    if not end.attempt():
+        deferred_queue(session).submit(end)
 
 
 def fence() -> None:

@@ -278,8 +278,8 @@ class HostTier(BlockTier):
     swapped in or released, or the buffers wake or are closed, even after :meth:`close`.
 
     The driver waits for all work of the devices when it releases pinned memory (``cuMemHostUnregister``). So
-    :meth:`trim` and :meth:`close` may block the host. If the tier is dropped instead, another thread releases the
-    memory once the devices are idle. ::
+    :meth:`trim` and :meth:`close` may block the host. The memory of a dropped tier is released later, once the devices
+    are idle. ::
 
         with vmm.HostTier(device, limit=64 << 30) as host, vmm.SleepGroup(device, backup=host) as group:
             group.allocate(8 << 20, tag="weights")
