@@ -122,6 +122,7 @@ class TestManaged:
         plain = sa.PlainMemory(device, managed=True)
         return [plain.allocate(MiB, stream) for _ in range(2)]
 
+    @pytest.mark.bindings("13.0")
     def test_batches(self, device: sa.Device, stream: sa.Stream, memories: list[sa.Buffer]) -> None:
         sa.prefetch_batch(stream, memories, device)
         assert [one.range_attributes().last_prefetch_location for one in memories] == [device.location] * 2
@@ -140,6 +141,7 @@ class TestManaged:
         with pytest.raises(ValueError, match="legacy default stream"):
             sa.discard_batch(device.default_stream, memories)
 
+    @pytest.mark.bindings("13.0")
     def test_properties(self, device: sa.Device, memories: list[sa.Buffer]) -> None:
         memory, host = memories[0], sa.MemLocation.host()
         assert (memory.read_mostly, memory.preferred_location, memory.accessed_by) == (False, None, frozenset())

@@ -129,6 +129,7 @@ def test_says_the_way_out(pool: sa.MemoryPool, stream: sa.Stream, name: str) -> 
         act(pool, stream)
 
 
+@pytest.mark.bindings("13.0")
 @pytest.mark.simulated_only("a machine without these")
 def test_what_a_refused_place_needs(tmp_path: Path) -> None:
     """Managed pools, and memory of a locality domain."""

@@ -100,6 +100,8 @@ COPY_FIELDS = ("WidthInBytes", "Height", "Depth", *(side + name for side in ("sr
 _IN_STREAM, _AT_CALL, _ANY = _ORDERS = 1, 2, 3
 _POINTER = 1  # CUmemcpy3DOperandType
 _OVERLAP = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_NO_COPY_FAILED = None if EDGE_DATA else (1 << 64) - 1
+"""Value that calls of batches return: bindings before CUDA 13 return the index of the copy that failed."""
 
 
 class CopyCalls(VirtualMemoryCalls):
@@ -432,7 +434,7 @@ class CopyCalls(VirtualMemoryCalls):
 
     def cuMemcpyBatchAsync(
         self, dsts: Any, srcs: Any, sizes: Any, count: Size, attrs: Any, attrsIdxs: Any, numAttrs: Size, hStream: Any
-    ) -> None:
+    ) -> int | None:
         targets = [Side(int(one)) for one in arguments.structs("dsts", dsts, cuda.CUdeviceptr, count)]
         sources = [Side(int(one)) for one in arguments.structs("srcs", srcs, cuda.CUdeviceptr, count)]
         lengths = [arguments.size_t(one) for one in list(sizes)[:count]]
@@ -441,14 +443,13 @@ class CopyCalls(VirtualMemoryCalls):
         stream = self._stream_of_batch(hStream, count and all(lengths))
         orders = arguments.by_start(map(self._order, attributes), begins, count)
         self._copy_all(stream, list(zip(targets, sources, map(Shape, lengths), orders, strict=True)), _waits_for_row)
+        return _NO_COPY_FAILED
 
-    def cuMemcpy3DBatchAsync(self, numOps: Size, opList: Any, flags: UnsignedLongLong, hStream: Any) -> None:
+    def cuMemcpy3DBatchAsync(self, numOps: Size, opList: Any, flags: UnsignedLongLong, hStream: Any) -> int | None:
         boxes = arguments.structs("opList", opList, cuda.CUDA_MEMCPY3D_BATCH_OP, numOps)
         stream = self._stream_of_batch(hStream, boxes and not flags)
         self._copy_all(stream, [self._box_of(one) for one in boxes], _waits_for_box)
-
-    if not EDGE_DATA:  # In bindings before CUDA 13 these calls return more values, and are not modelled.
-        del cuMemcpyBatchAsync, cuMemcpy3DBatchAsync
+        return _NO_COPY_FAILED
 
     def _stream_of_batch(self, hStream: Any, valid: object) -> Queue:
         handle = arguments.stream(hStream)
