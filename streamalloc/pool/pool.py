@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from streamalloc.core.errors import (
     ClosedError,
     CudaError,
+    NotSupportedError,
     OutOfMemoryError,
     PendingFreesWarning,
     error_from,
@@ -325,8 +326,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         location = location or found
         if location is None:
             raise ValueError("the driver does not tell which device has this pool's memory: pass location=")
-        default = existing_pool(session, "Default", location, allocation_type) if ours else 0
-        if ours and int(default) == int(handle):
+        if ours and _default_pool(session, location, allocation_type) == int(handle):
             raise ValueError(f"owner={THIS!r}: this is the default pool of {location}, which cannot be destroyed")
         pool = cls.__new__(cls)
         pool._end = end = PoolEnd(session, location, allocation_type) if ours else None
@@ -689,6 +689,13 @@ def _properties_of(
         return where
     location = location_of("where", where, "a Device, MemLocation or MemPoolProps")
     return MemPoolProps(location=location, max_size=_limit_of(location, max_size, session), handle_types=handle_types)
+
+
+def _default_pool(session: Session, location: MemLocation, allocation_type: MemAllocationType) -> int:
+    # Bindings before CUDA 13 know no default pool in host memory.
+    with contextlib.suppress(NotSupportedError):
+        return int(existing_pool(session, "Default", location, allocation_type))
+    return 0
 
 
 def _checked_policy(on_oom: OutOfMemoryPolicy) -> OutOfMemoryPolicy:
