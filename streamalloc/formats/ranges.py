@@ -34,10 +34,10 @@ class RangeMap(Generic[E]):
 
     def add(self, extent: E) -> E:
         """Add ``extent``, and return it. A range that begins at the same address is replaced."""
-        self.at[extent.base] = extent
         at = bisect_left(self._bases, extent.base)
         if self._bases[at : at + 1] != [extent.base]:
             self._bases.insert(at, extent.base)
+        self.at[extent.base] = extent
         return extent
 
     def remove(self, extent: E) -> None:

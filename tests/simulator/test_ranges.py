@@ -3,6 +3,7 @@
 import random
 
 from streamalloc.formats.ranges import Extent, RangeMap
+from tests.interrupting import Interrupt, Interrupted
 
 
 class Range(Extent):
@@ -26,3 +27,22 @@ def test_beside_a_model() -> None:
             ranges.remove(near[0])
         else:
             del model[near[-1].base], ranges.at[near[-1].base]
+
+
+def test_an_interrupted_addition_adds_the_whole_range_or_nothing() -> None:
+    ranges, one = RangeMap[Range](), Range(100, 10)
+    with Interrupt() as points:
+        ranges.add(one)
+    assert list(points)
+    for nth in points:
+        ranges = RangeMap()
+        below, above = ranges.add(Range(90, 5)), ranges.add(Range(120, 5))
+        try:
+            with Interrupt(nth):
+                ranges.add(one)
+        except Interrupted:
+            pass
+        there = one if ranges.find(100) else None
+        assert ranges.find(105) is there
+        assert ranges.overlapping(80, 130) == [each for each in (below, there, above) if each]
+        assert ranges.add(one) is ranges.find(105)
