@@ -28,7 +28,7 @@ BLOCK = 0.01
 LEAST = 20
 """Smallest number of runs in one block of a variant made by :func:`repeated`, so that the median is meaningful."""
 UNITS = {"us": ("microseconds", 1e6), "ms": ("milliseconds", 1e3)}
-"""Units of times: name of the unit, and number of units in one second."""
+"""Units of times by abbreviation: name of the unit, and number of units in one second."""
 
 _LIBRARIES = ("cuda.core", "CuPy", "PyTorch")
 """Beginnings of the names of variants for other libraries, which need a GPU."""

@@ -58,6 +58,8 @@ class Copyable(MemoryBase):
         TypeError, ValueError
             ``value`` is of another type or does not fit ``width``, or the memory's size or address is not a multiple of
             the width.
+        ClosedError
+            The memory was freed, or the stream was closed.
         """
         ptr = self._ptr
         if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
@@ -150,8 +152,10 @@ class CopySide:
         """
 
     def ordered_before(self, stream: Stream) -> None:
-        """Have ``stream`` wait for earlier work on this side's memory, for example on the stream that another library's
-        array names (``cuStreamWaitEvent``).
+        """Have ``stream`` wait before it uses this side's memory: for the exporter's writes to imported memory, or for
+        the stream that another library's array names (``cuStreamWaitEvent``).
+
+        For all other memory there is no wait; the caller orders the work.
         """
         if type(self.keep) in kinds:
             self.keep._await_on(stream)  # type: ignore[attr-defined]

@@ -849,7 +849,9 @@ class LibraryStream(Stream):
     owner: Any
     """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` keeps it alive."""
     owned: bool
-    """Whether ``owner`` certainly keeps the driver's stream alive, as a library's own stream object does."""
+    """Whether only the library's own stream object destroys the driver's stream, and then reports that it is closed.
+    False for objects that only name a stream.
+    """
     drained: bool
     """Whether the device was found idle at some time after the close of the stream, which then has no work left."""
     _asks: bool

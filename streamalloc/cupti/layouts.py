@@ -65,8 +65,8 @@ class Layout(NamedTuple):
     def answer(self, at: int, result: int) -> tuple[Any, ...]:
         """Return the driver's answer, read through the pointers of the struct at the address ``at``.
 
-        It has the form of the bindings, with the result code first. If the result is an error, all other items are
-        None.
+        It has the form of the bindings, with the result code first. ``result``: the ``CUresult`` as a number. If it is
+        an error, all other items are None; otherwise an item is None if its pointer is null.
         """
         if result:
             return (_member(cuda.CUresult, result), *(None for _ in self.outputs))

@@ -267,7 +267,8 @@ class Sources:
     def hold(self, memory: Memory) -> object:
         """Return an object that the library is to keep while it uses ``memory``.
 
-        When this object is dropped, the memory is freed in stream order.
+        When this object is dropped, a pool's buffer is freed in stream order, and other memory ends as its own kind
+        does: memory of a capture stays with its graph.
         """
         # The finaliser of a pool's buffer leaves the free to a deferred item if the buffer's stream is a default stream
         # and another context is current, or is a per-thread stream of another thread. `_Held` makes the free at once if

@@ -136,7 +136,8 @@ class TorchBridge(Bridge):
         for ordinal in ordinals:
             with torch.cuda.device(ordinal):
                 # PyTorch aborts the process if a pool is destroyed while it is in use, as the pool of a dropped bridge
-                # would be. So the pool is kept until the bridge is closed and collect() releases it.
+                # would be. So the pool is kept until `close()` or `renew()` has given it up and `collect()` releases
+                # it.
                 self.pools[ordinal] = _immortal(torch.cuda.MemPool(self._allocator))
 
     def _install(self, undo: contextlib.ExitStack) -> None:

@@ -35,11 +35,15 @@ class PoolStatistics(NamedTuple):
     reserved: int
     """Bytes of the device or host that the pool holds (``RESERVED_MEM_CURRENT``)."""
     reserved_high: int
-    """Most bytes reserved since :meth:`MemoryPool.reset_peaks` (``RESERVED_MEM_HIGH``)."""
+    """Most bytes reserved at once since the last :meth:`MemoryPool.reset_peaks`, or else since the pool was made
+    (``RESERVED_MEM_HIGH``).
+    """
     used: int
     """Bytes allocated from the pool, as requested (``USED_MEM_CURRENT``)."""
     used_high: int
-    """Most bytes allocated since :meth:`MemoryPool.reset_peaks` (``USED_MEM_HIGH``)."""
+    """Most bytes allocated at once since the last :meth:`MemoryPool.reset_peaks`, or else since the pool was made
+    (``USED_MEM_HIGH``).
+    """
 
     def _repr_html_(self) -> str:
         top = self.reserved_high
@@ -110,11 +114,11 @@ class PoolAttributes:
     reserved_mem_current: Attribute[int] = Attribute(int)
     """Bytes of the device or host that the pool holds."""
     reserved_mem_high: Attribute[int] = Attribute(int)
-    """Most bytes held since :meth:`MemoryPool.reset_peaks`."""
+    """Most bytes held at once since the last :meth:`MemoryPool.reset_peaks`, or else since the pool was made."""
     used_mem_current: Attribute[int] = Attribute(int)
     """Bytes that are allocated from the pool, as requested."""
     used_mem_high: Attribute[int] = Attribute(int)
-    """Most bytes allocated since :meth:`MemoryPool.reset_peaks`."""
+    """Most bytes allocated at once since the last :meth:`MemoryPool.reset_peaks`, or else since the pool was made."""
     allocation_type: Attribute[MemAllocationType] = Attribute(MemAllocationType, since="13.1")
     """Kind of the pool's memory, pinned or managed, as the driver reports it."""
     export_handle_types: Attribute[MemHandleType] = Attribute(MemHandleType, since="13.1")

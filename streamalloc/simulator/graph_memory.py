@@ -217,8 +217,8 @@ class GraphHeap:
         ``earlier``: the nodes that precede ``freed_by``.
 
         The hole is merged with the holes directly below and above it, if earlier nodes left those holes. Only nodes
-        after ``freed_by`` can use the merged hole. If the nodes of the two neighbours have no order, only the hole
-        above is merged (an H200 merges either: test_graph_nodes).
+        after ``freed_by`` can use the merged hole. If there is no order between the nodes of the two neighbours, only
+        the hole above is merged here; an H200 merges one of the two, not always the one above (test_graph_nodes).
         """
         start, end = address, address + round_up(size, ALIGNMENT)
         earlier_holes = [hole for hole in self.holes if hole.freed_by in earlier]

@@ -151,7 +151,8 @@ class NodeGraph:
     def free(self, address: int, after: list[GraphNode]) -> GraphNode:
         """Add a free node for the allocation at ``address``, which this or another graph makes and does not free.
 
-        Gives CUDA_ERROR_INVALID_VALUE for any other address, and for an address that this graph already frees.
+        Gives CUDA_ERROR_INVALID_VALUE for any other address. An address that this graph already frees is refused, too,
+        unless an instance from before that free leaves the allocation.
         """
         self.frees = True
         allocation = self.open.pop(address, None)

@@ -1,9 +1,9 @@
 """Multicast objects: memory that is written on every device of a team at once.
 
 A multicast object has no bytes of its own, and the host cannot access its mappings. Work on an address of such a
-mapping uses the memory that each device has bound there, also memory of other processes. Multicast was never read from
-hardware. The model follows NVIDIA's documentation, then the source of their kernel module (open-gpu-kernel-modules,
-mem_multicast_fabric.c), then reports of users.
+mapping uses the memory that each device has bound there, also memory of other processes. The behaviour of multicast
+objects was never observed on hardware; the model follows NVIDIA's documentation, then the source of their kernel module
+(open-gpu-kernel-modules, mem_multicast_fabric.c), then reports of users.
 """
 
 from __future__ import annotations

@@ -401,5 +401,7 @@ class PoolTable:
             self.to_release = False
 
     def pending_streams(self) -> set[int]:
-        """Return the numbers of the streams with frees that the host has not waited for yet."""
+        """Return the numbers of the streams that have left blocks (:mod:`.allocator`): freed there, not used again, and
+        not yet free for all streams.
+        """
         return {number for pool in self.pools.values() for number in pool.line.pending_streams()}

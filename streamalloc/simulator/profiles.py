@@ -59,7 +59,9 @@ class Link:
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used. The message names the file and the field."""
+    """A profile that cannot be used. The message of :func:`load` names the file or the profile, and, if the file could
+    be read as a profile, the field at fault.
+    """
 
 
 Check = Callable[[str, Any], Any]

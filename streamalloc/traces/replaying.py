@@ -263,7 +263,7 @@ class Entry(NamedTuple):
     title: str
     make: Callable[[Device, int, contextlib.ExitStack], Subject]
     """Function (device, number of streams, exit stack) that creates the allocator. Raises ``ImportError`` if the
-    library is not installed.
+    library is not installed, or if PyTorch has no CUDA.
     """
     other: bool = False
     """Whether the allocator belongs to another library, and so needs a GPU."""
@@ -432,7 +432,7 @@ def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Repla
     made, and closed at the end of the block; an allocator is used as it is.
 
     The context of ``device`` is current in the block. Raises ``KeyError`` for an unknown name, and ``ImportError`` if
-    the library is not installed. :func:`replay` also measures.
+    the library is not installed, or if PyTorch has no CUDA. :func:`replay` also measures.
     """
     make = ALLOCATORS[on].make if isinstance(on, str) else functools.partial(of_allocator, on)
     with contextlib.ExitStack() as resources:
@@ -464,7 +464,7 @@ def replay(trace: Trace, on: str | Allocator, device: Device | None = None, *, r
     Raises
     ------
     ImportError
-        The other library is not installed.
+        The other library is not installed, or PyTorch has no CUDA.
     KeyError
         No allocator has this name.
     TypeError, ValueError

@@ -181,7 +181,9 @@ class StripedBuffer(VirtualBuffer):
     devices: tuple[Device, ...]
     """Devices of the memory, in the order of addresses."""
     stripe_bytes: int
-    """Bytes on each device."""
+    """Bytes of memory on each device, a multiple of the granularity. The sum over the devices may be more than
+    :attr:`nbytes`.
+    """
 
 
 def stripe(

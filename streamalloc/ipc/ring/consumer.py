@@ -206,11 +206,12 @@ class RingConsumer(RingEnd):
             The producer has died, and all items that it had handed off were taken. Items that it had not filled are
             :attr:`~RingItem.lost`.
         ProtocolError
-            The packet is not an item of this ring.
+            The packet is not an item of this ring; the connection is then closed.
         ClosedError
             This end was closed.
         CaptureError
-            The stream is being captured. The next call returns the item.
+            The contents are not complete yet, and the stream cannot wait for them because it is being captured. The
+            next call returns the item.
         """
         data = self._again
         if data is None:

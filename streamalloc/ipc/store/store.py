@@ -50,7 +50,7 @@ class StoreEntry:
     device: str = ""
     """UUID of the device, 32 hexadecimal digits."""
     address: int = 0
-    """Device address of the range in the writer's process."""
+    """Device address of the last commit's range in its writer's process; 0 before the first commit."""
     layout: str = ""
     """SHA-256 of the layout, in hexadecimal digits."""
     awaited: bool = False

@@ -167,15 +167,18 @@ class WeightsWriter(Tensors, Unique, Leaves):
             The device has not enough memory.
         TypeError, ValueError
             An argument is not allowed.
+        ClosedError
+            The epoch was committed or aborted.
         """
         self.allocate_all({name: (shape, dtype)})
         return self[name]
 
     def allocate_all(self, tensors: Mapping[str, tuple[int | Sequence[int], object]]) -> None:
-        """Allocate memory for all tensors at once, or for none after an error: ``allocate_all({"norm": (8192,
-        "bfloat16")})``.
+        """Allocate memory for all tensors at once: ``allocate_all({"norm": (8192, "bfloat16")})``. After an error no
+        tensor is allocated.
 
-        The missing memory is one chunk for any number of tensors (``cuMemCreate``, ``cuMemMap``).
+        If the mapped memory does not suffice, the rest is one new chunk for any number of tensors (``cuMemCreate``,
+        ``cuMemMap``).
         :doc:`/docs/guides/store` shows the time that this saves. Afterwards ``weights[name]`` is a view of a tensor.
 
         Parameters
@@ -187,6 +190,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         ------
         StoreFullError, OutOfMemoryError, TypeError, ValueError
             As for :meth:`allocate`. Nothing was allocated.
+        ClosedError
+            The epoch was committed or aborted.
         """
         self._check_open()
         rows: dict[str, list[Any]] = {}

@@ -1,11 +1,14 @@
 """Groups of processes that exchange bytes and file descriptors in collective calls.
 
 :class:`Communicator` is the interface that this library uses. The other classes implement it over mpi4py,
-``torch.distributed`` and ``multiprocessing``; none starts processes. The first call exchanges addresses over the
-group's own transport. From then on the processes of one machine have channels to each other (:class:`Mesh`), over which
-bytes and descriptors travel, with time limits and errors that name the rank at fault. A group on several machines uses
-its own transport for all calls, and exchanges no descriptors. :func:`as_communicator` also accepts any object with a
-rank, a size and an all-gather of bytes.
+``torch.distributed`` and ``multiprocessing``; none starts processes. :func:`as_communicator` also accepts any object
+with a rank, a size and an all-gather of bytes.
+
+The first call connects the ranks: it exchanges addresses over the group's own transport, except in a
+:class:`ProcessCommunicator`, whose ranks know the addresses. If all ranks are on one machine, of one user and in one
+network namespace, they then have channels to each other (:class:`Mesh`), over which bytes and descriptors travel, with
+time limits and errors that name the rank at fault. Any other group uses its own transport for all calls, and exchanges
+no descriptors.
 """
 
 from __future__ import annotations

@@ -560,7 +560,9 @@ class MulticastObject(GenericAllocation):
 
 
 class Binding(Closes):
-    """Memory of one device that is bound to a multicast object. :meth:`MulticastObject.bind` returns it.
+    """Memory that is bound to a multicast object for one of its devices: memory of that device or of the host.
+
+    :meth:`MulticastObject.bind` returns it.
 
     :meth:`close` unbinds the memory. If this object is dropped, the memory stays bound, because the multicast object
     owns the binding.

@@ -483,8 +483,8 @@ class CacheState(Deferred):
         with self.session.relaxed():
             attributes = pool.attributes
             reserved, needed, grown = _growth(attributes, wanted)
-            # The allowance is computed only if the pool would grow, because the computation reads each size class of
-            # each stream.
+            # The allowance is computed only if the pool would then be larger than this cache found or expected at its
+            # last query, because the computation reads each size class of each stream.
             if grown > self._reserved and grown > (allowance := self._allowance(wanted)):
                 self._releases += 1
                 self.flush()

@@ -82,8 +82,8 @@ class Launch(HostFunction):
             _here.launch = self
             self._kernel.function(*self._arguments)
         except BaseException as error:
-            # Errors are hidden here. With a closed sys.stderr, the print would raise, and hide the error of the
-            # context.
+            # Errors of the prints are ignored: with a closed sys.stderr a print would raise, and the context would not
+            # get its error below.
             with contextlib.suppress(Exception):
                 print(f"the kernel {self.name!r} raised, and its context is lost:", file=sys.stderr)
                 traceback.print_exception(error, file=sys.stderr)

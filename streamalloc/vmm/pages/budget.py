@@ -62,7 +62,8 @@ class PageBudget(Closes):
 
     If the limit leaves no room for new pages of a process, the other processes release unused pages. Processes that
     have more than their share are also asked to release used pages (``on_ask``). A share is the limit divided by the
-    number of processes that have pages or request them. When a process dies, its bytes become free. ::
+    number of processes that have pages or request them. When a process dies, its bytes become free. A commit does not
+    wait for the other processes: it raises :class:`OutOfMemoryError`, and :meth:`wait` blocks until there is room. ::
 
         budget = vmm.PageBudget("/dev/shm/gpu0.budget", 64 << 30, on_ask=lambda nbytes: evict(nbytes))
         arena = vmm.PageArena(device, budget=budget)
@@ -83,8 +84,8 @@ class PageBudget(Closes):
         Largest number of bytes of all pages of all processes together; None uses the limit in the file.
     on_ask
         Function that a thread of the budget calls with the number of bytes of used pages that this process should
-        release. If the function releases less, the other processes may repeat their request. None: this process
-        releases only unused pages.
+        release. If the function releases less, the other processes may repeat their request. If it raises, a warning
+        is given, and the request is tried again after a second. None: this process releases only unused pages.
 
     Raises
     ------
