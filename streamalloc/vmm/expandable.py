@@ -442,8 +442,6 @@ class _State(CacheState):
         self.segment = _Segment(Device(pool.location.id, driver=self.session.driver))
         self.ended: deque[tuple[Event, FreeRanges]] = deque()
         """Free ranges of streams that have ended, each with an event after the stream's work."""
-        self.limit: int = 0
-        """Largest number of bytes of all chunks; 0 for no limit."""
         self.used: int = 0
         """Bytes of all blocks, in use or in free lists."""
         self.used_high: int = 0
@@ -903,15 +901,6 @@ class ExpandableCache(CachingAllocator):
 
     def _make_state(self) -> _State:
         return _State(self.pool)
-
-    @property
-    def limit(self) -> int:
-        """Largest number of bytes of the cache's own memory; 0 for no limit. Assign a size to change it."""
-        return self._state.limit
-
-    @limit.setter
-    def limit(self, nbytes: int | str) -> None:
-        self._state.limit = checked_size("limit", nbytes)
 
     def statistics(self) -> CacheStatistics:
         """Return the statistics of the cache's own memory, in bytes. Memory of the pool is not included. The driver is

@@ -138,7 +138,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     ...     buffer.fill(0)
     """
 
-    __slots__ = ("_dropped", "_key", "_limit", "_state", "pool")
+    __slots__ = ("_dropped", "_key", "_state", "pool")
 
     pool: MemoryPool
     """The pool that the cache allocates from."""
@@ -151,7 +151,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         session = session_of(pool)
         self.pool = pool
         self._state = self._make_state()
-        self.limit = limit
+        self._state.limit = limit
         self._key = self._state.key
         """Key of this cache's free lists in :attr:`Stream.free_lists`; ``_NOWHERE`` to make every allocation a checked
         one.
@@ -168,14 +168,15 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     @property
     def limit(self) -> int:
-        """The most bytes of the pool that may be allocated, cached memory included; 0 for no limit. Assign a size to
-        change it. If more is allocated already, allocations that need memory of the pool raise OutOfMemoryError.
+        """The most bytes of the pool that may be allocated, cached memory included; 0 for no limit. An
+        :class:`~streamalloc.vmm.ExpandableCache` limits its own memory instead. Assign a size to change it. If more is
+        allocated already, allocations that need more memory raise OutOfMemoryError.
         """
-        return self._limit
+        return self._state.limit
 
     @limit.setter
     def limit(self, nbytes: int | str) -> None:
-        self._limit = checked_size("limit", nbytes)
+        self._state.limit = checked_size("limit", nbytes)
 
     @property
     def closed(self) -> bool:

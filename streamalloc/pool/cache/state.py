@@ -319,6 +319,8 @@ class CacheState(Deferred):
         another thread's.
         """
         self.closed: bool = False
+        self.limit: int = 0
+        """Largest number of bytes, see :attr:`CachingAllocator.limit`; 0 for no limit."""
         self.misses: int = 0
         self._opening = RLock()
         """Lock held while a stream cache is made. No finaliser takes this lock."""
