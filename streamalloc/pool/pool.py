@@ -171,7 +171,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         self._open(session, end.raw, properties.location, properties.alloc_type)
         self.properties = properties
         self.name = name
-        self.on_oom = on_oom
+        self._on_oom = on_oom
         if properties.handle_types:
             made_for_sharing()
         if release_threshold is not None or initial_size:
@@ -202,7 +202,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         self._bind(session, session.driver.cuMemAllocFromPoolAsync, raw)
         self.properties = None
         self.closed = False
-        self.on_oom = "raise"
+        self._on_oom = "raise"
         pools_of(session).alive[int(raw)] = self
         pool_locations(session)[int(raw)] = location
 
