@@ -29,7 +29,6 @@ import streamalloc.driver as sd
 from streamalloc.core import deferred
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import SETTLERS
-from streamalloc.pool.internal import OnceIdle
 from streamalloc.simulator import call_lock
 from streamalloc.simulator import machine as simulated_machine
 from streamalloc.testing import Faults, Gate
@@ -252,14 +251,10 @@ def makes_no_multicast_object(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def end_what_was_dropped() -> None:
     """Come by a point of work of all drivers, also of machines that no test uses any more."""
-    running = True
-    while running:
-        for queue in list(deferred._unfinished):
-            with contextlib.suppress(sa.CudaError):  # a machine that has ended
-                while queue.work():
-                    pass
-        running = bool(OnceIdle.running)
-        time.sleep(0.001 * running)
+    for queue in list(deferred._unfinished):
+        with contextlib.suppress(sa.CudaError):  # a machine that has ended
+            while queue.work() or any([*queue._working.values()]):  # another thread attempts an item
+                time.sleep(0)
 
 
 def end_simulated_machines() -> None:

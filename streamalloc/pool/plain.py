@@ -10,11 +10,10 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
-import os
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamalloc.core.errors import CudaError, size_text, undoing
 from streamalloc.core.internal import (
@@ -38,8 +37,8 @@ from streamalloc.core.internal import (
     session_for,
 )
 from streamalloc.core.properties import MemLocation, checked_number, checked_size
-from streamalloc.core.session import PerDriver, Session, session_of
-from streamalloc.driver.internal import SETTLERS, cuda
+from streamalloc.core.session import PerDriver, Session, session_of, sessions_beside
+from streamalloc.driver.internal import cuda
 from streamalloc.pool.places import Address, has_access, residence_of
 
 if TYPE_CHECKING:
@@ -135,9 +134,6 @@ class OnceIdle(Deferred):
 
     __slots__ = ("_call", "_not_before", "_session")
 
-    running: ClassVar[set[OnceIdle]] = set()
-    """Items whose threads have not ended."""
-
     def __init__(self, session: Session, call: Callable[[], object]) -> None:
         self._session = session
         self._call = call
@@ -154,9 +150,7 @@ class OnceIdle(Deferred):
             return False
         ended = _thread.allocate_lock()
         ended.acquire()
-        with undoing(lambda: self.running.discard(self)):
-            self.running.add(self)
-            _thread.start_new_thread(self._run, (ended,))
+        _thread.start_new_thread(self._run, (ended,))
         ended.acquire(timeout=_PATIENCE)
         return True
 
@@ -167,25 +161,19 @@ class OnceIdle(Deferred):
                     self._call()
                     return
         finally:
-            self.running.discard(self)
             ended.release()
 
     def _idle(self) -> bool:
         """Return whether the work that is queued now on known streams completes during three queries in 0.25 ms."""
         with contextlib.suppress(CudaError), self._session.relaxed():
-            queued = Fence(self._session)
+            queued = [Fence(one) for one in (self._session, *sessions_beside(self._session))]
             for pause in _QUERIES:
                 time.sleep(pause)
-                if queued.done():
+                if all(fence.done() for fence in queued):
                     break
             else:
                 return False
         return True  # After an error of a lost context, too: there is no work to wait for.
-
-
-# The report of leaks waits for these releases, too. A forked child has no such threads.
-SETTLERS.append(lambda: len(OnceIdle.running))
-os.register_at_fork(after_in_child=OnceIdle.running.clear)
 
 
 class PlainEnd(HandleEnd):

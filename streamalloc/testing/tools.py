@@ -19,10 +19,9 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Checked, Faulty, Hazard
 from streamalloc.driver.internal import choice_of, cuda, default_or_simulated
-from streamalloc.pool.internal import OnceIdle
 
-_PATIENCE = 1.0
-"""Longest time in seconds that :func:`settle` waits for threads that make releases."""
+_PATIENCE = 0.05
+"""Longest time in seconds that :func:`settle` attempts the releases that are left."""
 # Bytes of pinned host memory for a gate. The gate's flag takes only four bytes of it.
 _SIZE = 64
 
@@ -126,8 +125,8 @@ def settle() -> int:
     """
     gc.collect()
     left, end = work_all(), time.monotonic() + _PATIENCE
-    # Some releases are made by other threads, because the driver call waits for the devices.
-    while OnceIdle.running and time.monotonic() < end:
+    # A release that found a device busy is attempted again 20 ms later.
+    while left and time.monotonic() < end:
         time.sleep(0.001)
         left = work_all()
     return left

@@ -21,6 +21,7 @@ from streamalloc.checker import interprocess
 from streamalloc.checker.interprocess import _MOST_ACTORS, BoardEntry, OpenFiles
 from streamalloc.driver import processes
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
+from streamalloc.driver.wrappers import Wrapper
 from streamalloc.testing import Gate, settle
 from tests.checker.corpus import PAGE, SIZE, Bench
 from tests.processes import Partner, There, eventually
@@ -214,10 +215,16 @@ def test_the_free_waits_for_importers_that_have_closed(bench: Bench, partner: Pa
 
 
 def test_a_dropped_driver_stops_no_thread(machine: Any) -> None:
-    """The end of its control block waits for all streams, also for one that waits for the thread itself."""
+    """The end of its control block would wait for all streams, also for those that other sessions use."""
+    called = list[str]()
+
+    class Noted(Wrapper):
+        def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            called.append(name)
+            return tuple(function(*args))
 
     def share() -> weakref.ref[Any]:
-        driver = sd.checked(machine)
+        driver = sd.checked(Noted(machine))
         device = sa.Device(0, driver=driver)
         with device.create_stream() as stream, sa.MemoryPool(device, handle_types=_POSIX) as pool:
             buffer = pool.allocate(SIZE, stream)
@@ -232,8 +239,10 @@ def test_a_dropped_driver_stops_no_thread(machine: Any) -> None:
         thread = threading.Thread(target=gc.collect, daemon=True)
         thread.start()
         thread.join(10)
-        assert not thread.is_alive() and not held.query()
+        assert not thread.is_alive() and settle() and not held.query()
+        assert "cuMemHostUnregister" not in called
     assert eventually(lambda: [settle()] and dropped() is None)
+    assert "cuMemHostUnregister" in called
 
 
 def test_a_process_that_has_ended_has_nothing() -> None:

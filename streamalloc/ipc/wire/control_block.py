@@ -76,7 +76,7 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.internal import Fd, Stream, deferred_queue
-from streamalloc.core.session import Session
+from streamalloc.core.session import Session, sessions_beside
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.locks import is_locked, lock, try_lock
 from streamalloc.pool.internal import OnceIdle
@@ -273,9 +273,12 @@ class ControlBlock:
         # The close waits for the devices. If the thread that the collector has interrupted is to queue what a stream
         # waits for, a wait in this finaliser would never end.
         if getattr(self, "_raw", None) is not None and self.session.usable:
-            # A new thread makes the attempt, because the driver has no other user, so no point of work may come.
-            with contextlib.suppress(RuntimeError):  # Python refuses threads at its end, the system too many threads.
-                _thread.start_new_thread(_end_dropped, (OnceIdle(self.session, self.close), self.session))
+            others = sessions_beside(self.session)
+            queue = deferred_queue(others[0] if others else self.session)
+            queue.submit(OnceIdle(self.session, self.close))
+            if not others:  # Then no point of work may come. A new thread makes one.
+                with contextlib.suppress(RuntimeError):  # Python refuses threads at its end, or the system has no more.
+                    _thread.start_new_thread(queue.work, ())
 
     @classmethod
     def create(cls, session: Session) -> ControlBlock:
@@ -595,11 +598,6 @@ def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -
         # The lock is released explicitly: a forked child may also have the file open, so closing it would not release
         # the lock.
         lock(file.fileno(), byte, fcntl.F_UNLCK)
-
-
-def _end_dropped(end: OnceIdle, session: Session) -> None:
-    if not end.attempt():
-        deferred_queue(session).submit(end)
 
 
 def fence() -> None:
