@@ -169,11 +169,16 @@ class OnceIdle(Deferred):
             queued = [Fence(one) for one in (self._session, *sessions_beside(self._session))]
             for pause in _QUERIES:
                 time.sleep(pause)
-                if all(fence.done() for fence in queued):
-                    break
-            else:
-                return False
-        return True  # After an error of a lost context, too: there is no work to wait for.
+                queued = [fence for fence in queued if not _done(fence)]
+            return not queued
+        return True  # The context is lost.
+
+
+def _done(fence: Fence) -> bool:
+    try:
+        return fence.done()
+    except CudaError:
+        return True  # A lost context has no work to wait for.
 
 
 class PlainEnd(HandleEnd):
