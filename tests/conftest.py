@@ -6,6 +6,7 @@ import importlib
 import os
 import random
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ from tests.support import KEEP, SEED, collect_and_freeze, end_what_was_dropped, 
 
 # In the processes that tests start: each thread of OpenBLAS spins while NumPy is imported, which the tests never need.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A shell starts a job in the background with the signal ignored, and tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # By name, as the package need not be installed. pytester is for the tests of the plugin.
 pytest_plugins = ["streamalloc.testing.plugin", "pytester"]

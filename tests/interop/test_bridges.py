@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import itertools
-import signal
 import sys
 import threading
 import time
@@ -401,12 +400,7 @@ class TestExceptions:
             library.make(N)
         assert {type(one.exc_value) for one in seen} == {ZeroDivisionError}
 
-    def test_an_interrupt_comes_after_the_c_code(
-        self, get: Get, pool: sa.MemoryPool, request: pytest.FixtureRequest
-    ) -> None:
-        # A shell starts what runs in the background with the signal ignored.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    def test_an_interrupt_comes_after_the_c_code(self, get: Get, pool: sa.MemoryPool) -> None:
         library = get("torch")
         # It may come as soon as the C code has returned.
         with pytest.raises(KeyboardInterrupt):
