@@ -126,10 +126,10 @@ class OnceIdle(Deferred):
 
     While such a call waits, driver 580 blocks all other threads that need the context. If the device were waiting for
     one of these threads, no thread would ever continue. So the thread that attempts the item asks first whether the
-    devices are idle, and queues no work until the call has returned. The call is made on a new thread, which it blocks
-    if another thread queues work meanwhile: the attempt then returns after a second. The new thread asks nothing about
-    streams, because another library may destroy its streams at any time. ``call`` may run twice, so a second run must
-    do nothing.
+    devices are idle, and queues no work until the call has returned. It asks about the streams of all sessions of the
+    driver, also through wrappers. The call is made on a new thread, which it blocks if another thread queues work
+    meanwhile: the attempt then returns after a second. The new thread asks nothing about streams, because another
+    library may destroy its streams at any time. ``call`` may run twice, so a second run must do nothing.
     """
 
     __slots__ = ("_call", "_not_before", "_session")
@@ -164,7 +164,7 @@ class OnceIdle(Deferred):
             ended.release()
 
     def _idle(self) -> bool:
-        """Return whether the work that is queued now on known streams completes during three queries in 0.25 ms."""
+        """Return whether the work queued now on known streams of all sessions completes within three queries."""
         with contextlib.suppress(CudaError), self._session.relaxed():
             queued = [Fence(one) for one in (self._session, *sessions_beside(self._session))]
             for pause in _QUERIES:
