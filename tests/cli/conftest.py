@@ -12,26 +12,50 @@ import streamalloc.driver as sd
 from streamalloc.cli import main, worker
 from tests.processes import forkserver
 
-Run = Callable[..., tuple[int, str]]
+Run = Callable[..., str]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process; its exit code and what it printed. Nothing may go to the error output."""
+    """Run a command in this process, which ends with an exit code; what it printed. Its error output stays empty."""
 
-    def run(*arguments: str) -> tuple[int, str]:
-        code = main(arguments)
+    def run(*arguments: str, code: int = 0) -> str:
+        ended = main(arguments)
         printed = capsys.readouterr()
-        assert printed.err == ""
-        return code, printed.out
+        assert (ended, printed.err) == (code, "")
+        return printed.out
 
     return run
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command that cannot be done; what it says on its error output. It prints nothing else."""
+
+    def refused(*arguments: str) -> str:
+        assert main(arguments) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        return printed.err
+
+    return refused
 
 
 @pytest.fixture(autouse=True)
 def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes of the commands start with everything imported. Those of :func:`complete` start as for users."""
     monkeypatch.setattr(worker, "context", forkserver)
+
+
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No driver of CUDA is found, nor is another one chosen."""
+
+    def nothing_found() -> Any:
+        raise sd.DriverNotFoundError("no CUDA driver: nothing there")
+
+    monkeypatch.setattr("streamalloc.driver.selection.default", nothing_found)
+    monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)
 
 
 class Complete(NamedTuple):

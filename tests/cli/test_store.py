@@ -38,37 +38,34 @@ def store(machine: object, name: str) -> Iterator[ipc.Store]:
 def test_list_show_and_remove(run: Run, store: ipc.Store, device: sa.Device) -> None:
     with store.write("llama/rank0") as weights:
         weights.allocate("all", 3 << 20, np.uint8)
-    code, text = run("store")
-    assert code == 0 and text.endswith("llama/rank0  epoch 1  1 tensor  4 MiB\n")
+    text = run("store")
+    assert text.endswith("llama/rank0  epoch 1  1 tensor  4 MiB\n")
     with store.open("llama/rank0"):
         for arguments in (["list"], ["list", "models"]):
-            code, text = run("store", *arguments)
-            assert code == 0 and "models: 1 key, 4 MiB of 1 GiB a device" in text
+            text = run("store", *arguments)
+            assert "models: 1 key, 4 MiB of 1 GiB a device" in text
             assert f"llama/rank0  epoch 1  1 tensor  4 MiB  read by {os.getpid()}" in text
-        code, text = run("store", "list", "--json")
-        entry = json.loads(text)["models"]["entries"][0]
+        entry = json.loads(run("store", "list", "--json"))["models"]["entries"][0]
         assert (entry["key"], entry["nbytes"], entry["readers"]) == ("llama/rank0", 4 << 20, [os.getpid()])
-        code, text = run("store", "show", "models", "llama/rank0")
-        assert code == 0 and f"device     {device.uuid.hex}" in text and "nbytes     4 MiB" in text
-        assert json.loads(run("store", "show", "models", "llama/rank0", "--json")[1])["tensors"] == 1
-        code, text = run("store", "remove", "models", "llama/rank0")
-        assert code == 0 and "once 1 reader has closed it" in text
+        text = run("store", "show", "models", "llama/rank0")
+        assert f"device     {device.uuid.hex}" in text and "nbytes     4 MiB" in text
+        assert json.loads(run("store", "show", "models", "llama/rank0", "--json"))["tensors"] == 1
+        text = run("store", "remove", "models", "llama/rank0")
+        assert "once 1 reader has closed it" in text
     assert eventually(lambda: store.list() == [])
 
 
-def test_load(run: Run, store: ipc.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load(run: Run, refused: Run, store: ipc.Store, tmp_path: Path) -> None:
     """The weights outlive the command, and replace others only where that was asked for."""
     table = np.arange(12, dtype=np.float32).reshape(3, 4)
     file = str(tmp_path / "one.safetensors")
     test_files.TestFiles.file(Path(file), {"table": ("F32", table)})
-    code, text = run("store", "load", "models", "llama/rank0", file)
-    assert (code, text) == (0, "loaded llama/rank0: 1 tensor, 2 MiB\n")
+    assert run("store", "load", "models", "llama/rank0", file) == "loaded llama/rank0: 1 tensor, 2 MiB\n"
     with store.open("llama/rank0") as weights:
         assert np.array_equal(read(weights["table"]).view(np.float32).reshape(3, 4), table)
-        assert main(["store", "load", "models", "llama/rank0", file]) == 2
-        assert "the store holds epoch 1" in capsys.readouterr().err
-        code, text = run("store", "load", "models", "llama/rank0", file, "--replace", "--json")
-        assert code == 0 and json.loads(text)["epoch"] == 2
+        assert "the store holds epoch 1" in refused("store", "load", "models", "llama/rank0", file)
+        text = run("store", "load", "models", "llama/rank0", file, "--replace", "--json")
+        assert json.loads(text)["epoch"] == 2
 
 
 @pytest.mark.parametrize(
@@ -87,13 +84,12 @@ def test_load(run: Run, store: ipc.Store, tmp_path: Path, capsys: pytest.Capture
         (["serve", "other", "--devices", "7"], "ordinal=7"),
     ],
 )
-def test_usage(store: ipc.Store, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
-    assert main(arguments) == 2
-    assert text in capsys.readouterr().err
+def test_usage(store: ipc.Store, refused: Run, arguments: list[str], text: str) -> None:
+    assert text in refused(*arguments)
 
 
 def test_no_store(run: Run, name: str) -> None:
-    assert run("store") == run("store", "list") == (0, "no store is served\n")
+    assert run("store") == run("store", "list") == "no store is served\n"
 
 
 @pytest.mark.parametrize(
@@ -141,9 +137,9 @@ def test_serve_until_a_signal(
         thread = threading.Thread(target=use)
         thread.start()
         before = signal.getsignal(signal.SIGTERM)
-        code, text = run("serve", name, "--devices", "0", "--limit", "1GiB")
+        text = run("serve", name, "--devices", "0", "--limit", "1GiB")
         thread.join()
-    assert code == 0 and "at most 1 GiB of each device" in text and "has stopped" in text
+    assert "at most 1 GiB of each device" in text and "has stopped" in text
     assert seen[0].startswith(b"READY=1") and seen[2] == b"STOPPING=1"  # type: ignore[attr-defined]
     assert len(seen[1]) == 1  # type: ignore[arg-type]
     assert signal.getsignal(signal.SIGTERM) is before
@@ -166,6 +162,6 @@ def test_what_was_lost_is_said(run: Run, machine: object, name: str, tmp_path: P
 
     thread = threading.Thread(target=stop)
     thread.start()
-    code, text = run("serve", name)
+    text = run("serve", name)
     thread.join()
-    assert code == 0 and "lost: key: the server that held it, process 5, was killed" in text
+    assert "lost: key: the server that held it, process 5, was killed" in text
