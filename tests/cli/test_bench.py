@@ -216,9 +216,7 @@ def test_libraries_that_are_absent_or_fail(machine: Any) -> None:
 
 
 @pytest.mark.simulated_only("other libraries are measured where there is a GPU")
-def test_other_libraries_are_not_measured_without_a_gpu(
-    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_other_library_is_measured_without_a_gpu(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "ROWS", (row_of({"raw": fixed(1), "CuPy": raising(AssertionError("asked"))}),))
     assert "CuPy" not in run("bench")
 

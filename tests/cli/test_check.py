@@ -65,9 +65,7 @@ def test_without_a_finding_the_exit_status_is_the_program_s(check: Any, words: t
     assert (done.returncode, done.stdout, done.stderr) == (status, "the program has ended\n", "")
 
 
-def test_memory_that_is_kept_to_the_end_is_listed_and_the_exit_status_is_the_program_s(
-    check: Any, on_cuda: bool, tmp_path: Path
-) -> None:
+def test_kept_memory_is_listed_and_the_exit_status_is_the_program_s(check: Any, on_cuda: bool, tmp_path: Path) -> None:
     keeps = tmp_path / "keeps.py"
     keeps.write_text(_PROGRAM.replace("cu.cuMemFreeAsync(memory, first)", ""))
     done = check("right", options=("--json", str(tmp_path / "found.json")), file=keeps)
@@ -87,9 +85,7 @@ def test_the_findings_are_written_as_json(check: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", ["short", "long"])
-def test_the_program_ends_at_the_first_finding_where_that_is_asked_for(
-    check: Any, length: str, on_cuda: bool, tmp_path: Path
-) -> None:
+def test_the_program_ends_at_the_first_finding_if_asked(check: Any, length: str, on_cuda: bool, tmp_path: Path) -> None:
     done = check(length, options=("--raise", "--json", str(tmp_path / "found.json")))
     assert done.returncode == 1
     if length == "long" or not on_cuda:  # on a GPU the exception comes a millisecond later

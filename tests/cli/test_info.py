@@ -53,9 +53,7 @@ def test_several_devices(machine: Any, run: Run) -> None:
 
 
 @pytest.mark.parametrize("permitted", [False, True])
-def test_imex_channels(
-    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, permitted: bool
-) -> None:
+def test_imex_channel(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, permitted: bool) -> None:
     channel = tmp_path / "channel7"
     if permitted:
         channel.touch()

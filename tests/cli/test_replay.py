@@ -39,9 +39,7 @@ def test_json_alone_on_the_output(machine: Any, run: Run, small: Path) -> None:
     assert json.loads(text)["rows"][0]["failures"] == 0
 
 
-def test_json_that_cannot_be_written(
-    machine: Any, capsys: pytest.CaptureFixture[str], small: Path, tmp_path: Path
-) -> None:
+def test_json_in_a_folder(machine: Any, capsys: pytest.CaptureFixture[str], small: Path, tmp_path: Path) -> None:
     assert main(["replay", str(small), "--on", "pool", "--json", str(tmp_path)]) == 2
     assert f"cannot write {tmp_path}: Is a directory" in capsys.readouterr().err
 

@@ -115,9 +115,7 @@ def test_wrong_sizes(text: str, name: str, capsys: pytest.CaptureFixture[str]) -
     assert "is no size" in capsys.readouterr().err
 
 
-def test_serve_until_a_signal(
-    run: Run, machine: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_until_a_signal(run: Run, machine: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process: a thread writes, and ends the server as systemd does."""
     seen: list[object] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:

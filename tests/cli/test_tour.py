@@ -68,9 +68,7 @@ def test_a_refused_call_fails_its_part_and_the_tour_goes_on(machine: Any, run: R
     assert "driver.assert_nothing_left()" in text
 
 
-def test_another_process_that_is_killed_fails_its_parts(
-    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_is_killed_fails_its_parts(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = Worker.ask
 
     def kill_and_ask(self: Worker, *arguments: Any, **options: Any) -> Any:
@@ -104,9 +102,7 @@ def test_a_device_without_pools(machine: Any, run: Run) -> None:
 
 
 @pytest.mark.gpus(2)
-def test_real_hardware_makes_no_multicast_object_unless_asked(
-    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_make_no_multicast_object_unless_asked(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PERMISSION, raising=False)
     calls = sd.traced(machine)
     with sd.use(Altered(calls, is_simulated=False)):

@@ -93,9 +93,7 @@ class TestFill:
             (None, None, TypeError),
         ],
     )
-    def test_pattern_that_is_none(
-        self, buffer: sa.Buffer, value: Any, width: int | None, error: type[Exception]
-    ) -> None:
+    def test_no_pattern(self, buffer: sa.Buffer, value: Any, width: int | None, error: type[Exception]) -> None:
         with pytest.raises(error):
             buffer.fill(value, width=width)
         assert read(buffer).tobytes() == COUNTED
@@ -201,9 +199,7 @@ class TestCopy:
             ({"shape": (16, 2), "typestr": "<f4"}, ValueError, "128"),
         ],
     )
-    def test_with_what_is_no_memory_of_its_size(
-        self, buffer: sa.Buffer, other: Any, error: type[Exception], says: str
-    ) -> None:
+    def test_with_no_memory_of_its_size(self, buffer: sa.Buffer, other: Any, error: type[Exception], says: str) -> None:
         for copy in (buffer.copy_to, buffer.copy_from):
             with pytest.raises(error, match=says):
                 copy(Interface(buffer, **other) if isinstance(other, dict) else other)
@@ -344,9 +340,7 @@ class TestViews:
 
 
 @pytest.mark.parametrize("first", ["owner", "buffer"])
-def test_a_finaliser_of_the_same_cycle_frees_nothing_twice(
-    traced: Any, stream: sa.Stream, pool: sa.MemoryPool, first: str
-) -> None:
+def test_finalisers_of_a_cycle_free_once(traced: Any, stream: sa.Stream, pool: sa.MemoryPool, first: str) -> None:
     """The collector calls the finalisers of a cycle in an order of its own, each with all objects still there."""
 
     class Owner:

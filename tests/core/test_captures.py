@@ -233,9 +233,7 @@ class TestBlockingStreams:
         device.synchronize()
         assert used == 4096 and pool.statistics().used == 0
 
-    def test_what_is_explicit_is_refused_during_a_capture_of_ours(
-        self, machine: Any, device: sa.Device, pool: sa.MemoryPool
-    ) -> None:
+    def test_what_is_explicit_is_refused_in_ours(self, machine: Any, device: sa.Device, pool: sa.MemoryPool) -> None:
         with device.current():
             buffer = pool.allocate(4096, device.default_stream)
             with _capturing(machine, device, "ours"):
@@ -574,9 +572,7 @@ class TestStreamsOfOursThatOtherCodeCaptures:
         device.synchronize()
         assert names(traced).count("cuStreamDestroy") == 1
 
-    def test_a_capture_of_ours_that_other_code_forks(
-        self, machine: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
+    def test_a_fork_by_others(self, machine: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         """Memory of the other stream belongs to the graph too, and each stream may free it."""
         with device.current(), device.create_stream() as side:
             with stream.capture() as graph:
@@ -589,9 +585,7 @@ class TestStreamsOfOursThatOtherCodeCaptures:
             graph.close()
 
 
-def test_streams_whose_handle_stays_ask_nothing(
-    traced: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool
-) -> None:
+def test_streams_of_ours_ask_nothing(traced: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> None:
     """Work between streams of ours, their exports without a stream, and the package's own use of handles."""
     with device.create_stream() as other, pool.allocate(64, stream) as buffer:
         stream.wait(other)

@@ -72,9 +72,7 @@ class TestCopy:
 
 class TestStreamOfADrop:
     @pytest.mark.parametrize("kind", ["pool", "cache", "plain", "shared"])
-    def test_a_drop_comes_after_the_stream_that_was_set(
-        self, device: sa.Device, stream: sa.Stream, gate: Gate, kind: str
-    ) -> None:
+    def test_comes_after_the_new_stream(self, device: sa.Device, stream: sa.Stream, gate: Gate, kind: str) -> None:
         posix = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
         with sa.MemoryPool(device, release_threshold=KEEP, handle_types=posix) as pool, device.create_stream() as later:
             sources: dict[str, Any] = {"cache": sa.CachingAllocator(pool), "plain": sa.PlainMemory(device)}

@@ -47,9 +47,7 @@ def test_one_call_in_stream_order(traced: Any, device: sa.Device, stream: sa.Str
     assert names(traced, "cuMemcpyAsync") == []
 
 
-def test_memory_of_others_is_waited_for(
-    device: sa.Device, stream: sa.Stream, buffers: list[sa.Buffer], gate: Any
-) -> None:
+def test_others_memory_is_waited_for(device: sa.Device, stream: sa.Stream, buffers: list[sa.Buffer], gate: Any) -> None:
     source, target = buffers
     with device.create_stream() as other:
         stream.synchronize()

@@ -193,9 +193,7 @@ def _after_another(item: Item) -> bool:
     return item in item.ended
 
 
-def test_an_item_that_is_submitted_during_its_attempt_is_attempted_again(
-    later: DeferredQueue, ended: list[Item]
-) -> None:
+def test_an_item_submitted_during_its_attempt_is_attempted_again(later: DeferredQueue, ended: list[Item]) -> None:
     """What it got may have come after the attempt, which another point of work must not end then."""
     found = list[list[int]]()
     got = [1]

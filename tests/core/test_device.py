@@ -214,9 +214,7 @@ def test_an_error_keeps_that_of_the_context_s_pop_as_a_note(machine: Any) -> Non
     assert "cuCtxPopCurrent" in note
 
 
-def test_a_signal_right_after_the_push_of_a_context_leaves_it_not_current(
-    machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_after_a_push_of_a_context_leaves_none_current(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device, before, push = sa.Device(0, driver=machine), int(machine.cuCtxGetCurrent()[1]), machine.cuCtxPushCurrent
 
     def handled(context: Any) -> None:

@@ -87,9 +87,7 @@ class TestNodes:
 
 
 class TestForeignMemory:
-    def test_is_freed_on_another_stream_meanwhile(
-        self, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool
-    ) -> None:
+    def test_is_freed_on_another_stream(self, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> None:
         outside = pool.allocate(64, stream)
         stream.synchronize()
         with device.create_stream() as other:
@@ -160,9 +158,7 @@ class TestTheGraphsMemory:
                 assert holds(buffer, value)
             buffer.free()
 
-    def test_of_a_per_thread_stream_is_freed_on_the_legacy_stream_elsewhere(
-        self, traced: Any, device: sa.Device
-    ) -> None:
+    def test_of_a_per_thread_stream_is_freed_on_the_legacy_one_elsewhere(self, traced: Any, device: sa.Device) -> None:
         stream = device.per_thread_stream
         with stream.capture("thread_local") as graph:
             buffer = sa.allocate(64, stream)

@@ -198,9 +198,7 @@ class TestDLPack:
 
     @pytest.mark.parametrize("version", [None, (1, 0)])
     @pytest.mark.parametrize("typed", [False, True])
-    def test_a_capsule_keeps_the_memory(
-        self, pool: sa.MemoryPool, stream: sa.Stream, version: Any, typed: bool
-    ) -> None:
+    def test_capsules_keep_the_memory(self, pool: sa.MemoryPool, stream: sa.Stream, version: Any, typed: bool) -> None:
         for _ in range(2):  # the first of a device goes the slow way
             buffer = pool.allocate(64, stream)
             capsule = (buffer.view_as(np.float32) if typed else buffer).__dlpack__(stream=-1, max_version=version)

@@ -167,9 +167,7 @@ def test_an_object_is_resolved_once(scene: Scene, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_OBJECTS)
-def test_an_object_lives_in_the_table_and_for_its_memory(
-    scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_lives_for_the_table_and_memory(scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_streams, "MOST_KEPT", 2)
     make = LIBRARIES[name]
     theirs = make(scene.theirs.handle)
@@ -394,9 +392,7 @@ def test_an_allocation_while_another_thread_allows_fast_paths(scene: Scene) -> N
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_many_threads_on_one_library_stream(
-    device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, name: str
-) -> None:
+def test_threads_on_one_library_stream(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, name: str) -> None:
     theirs = LIBRARIES[name](stream.handle)
 
     def work(number: int) -> None:

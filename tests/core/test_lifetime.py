@@ -38,9 +38,7 @@ Python = Callable[..., CompletedProcess[str]]
 
 class TestGarbage:
     @pytest.mark.parametrize("nth", [1, 2])
-    def test_a_free_in_a_mode_that_the_driver_refuses(
-        self, faults: Any, checker: Any, pool: sa.MemoryPool, stream: sa.Stream, nth: int
-    ) -> None:
+    def test_a_refused_mode(self, faults: Any, checker: Any, pool: sa.MemoryPool, stream: sa.Stream, nth: int) -> None:
         """It is made later, or was made already; a finaliser has nobody to raise to."""
         faults.fail("cuThreadExchangeStreamCaptureMode", nth, result="CUDA_ERROR_UNKNOWN")
         pool.allocate(64, stream)
@@ -65,9 +63,7 @@ class TestGarbage:
             assert pool.statistics().used == 0
 
     @pytest.mark.parametrize("end", ["free", "free, shared", "drop", "drop in a capture"])
-    def test_memory_that_other_code_has_freed_is_freed_once(
-        self, machine: Any, device: sa.Device, stream: sa.Stream, end: str
-    ) -> None:
+    def test_memory_that_others_freed(self, machine: Any, device: sa.Device, stream: sa.Stream, end: str) -> None:
         """Something else may have its address at a second attempt."""
         kind = sa.MemHandleType.POSIX_FILE_DESCRIPTOR if "shared" in end else sa.MemHandleType.NONE
         with sa.MemoryPool(device, handle_types=kind, release_threshold=KEEP) as pool:
@@ -99,9 +95,7 @@ class TestGarbage:
             assert holds(other, 7)
             other.free()
 
-    def test_memory_that_a_capture_does_not_own_stays_the_buffer_s(
-        self, pool: sa.MemoryPool, stream: sa.Stream, machine: Any
-    ) -> None:
+    def test_memory_of_no_capture_is_the_buffer_s(self, pool: sa.MemoryPool, stream: sa.Stream, machine: Any) -> None:
         """The driver answers for it as for memory that was freed."""
         buffer = pool.allocate(4096, stream)
         with captured(machine, stream, "RELAXED"), pytest.raises(sa.CaptureError):
@@ -109,9 +103,7 @@ class TestGarbage:
         assert not buffer.freed
         buffer.free()
 
-    def test_on_a_per_thread_stream_memory_is_freed_after_the_thread_that_used_it(
-        self, device: sa.Device, pool: sa.MemoryPool, gate: Gate
-    ) -> None:
+    def test_on_a_per_thread_stream_after_its_thread(self, device: sa.Device, pool: sa.MemoryPool, gate: Gate) -> None:
         """Another thread comes by the point of work at which it is freed."""
         with device.create_stream() as other:
             buffer = pool.allocate(MiB, device.per_thread_stream)
@@ -124,9 +116,7 @@ class TestGarbage:
             device.synchronize()
             assert pool.statistics().used == 0
 
-    def test_on_a_stream_of_other_code_memory_is_freed_at_once(
-        self, machine: Any, device: sa.Device, pool: sa.MemoryPool, gate: Gate
-    ) -> None:
+    def test_at_once_on_others_streams(self, machine: Any, device: sa.Device, pool: sa.MemoryPool, gate: Gate) -> None:
         """In the order of that stream, and with no call of the package that follows."""
         with device.create_stream() as theirs, device.create_stream() as other:
             borrowed = sa.Stream.of_handle(device, theirs.handle, theirs)
@@ -140,9 +130,7 @@ class TestGarbage:
             assert later_memory_is_whole(pool, MiB, other, gate)
 
     @pytest.mark.parametrize("result", ["CONTEXT_IS_DESTROYED", "DEINITIALIZED", "UNKNOWN"])
-    def test_a_free_that_fails_in_a_finaliser(
-        self, faults: Any, pool: sa.MemoryPool, stream: sa.Stream, result: str
-    ) -> None:
+    def test_a_finaliser_s_free_fails(self, faults: Any, pool: sa.MemoryPool, stream: sa.Stream, result: str) -> None:
         """It is made later, unless the memory is gone with its context; nothing is told."""
         faults.fail("cuMemFreeAsync", result=f"CUDA_ERROR_{result}")
         buffer = pool.allocate(64, stream)

@@ -57,9 +57,7 @@ def test_finalisers_leave_other_code_s_capture_alone(raw: Any, device: sa.Device
         assert pool.statistics().used == 0
 
 
-def test_dropping_a_buffer_of_a_closed_stream_holds_nobody_up(
-    device: sa.Device, pool: sa.MemoryPool, gate: Gate
-) -> None:
+def test_a_dropped_buffer_of_a_closed_stream_delays_nobody(device: sa.Device, pool: sa.MemoryPool, gate: Gate) -> None:
     with device.create_stream(blocking=True) as bystander:
         stream = device.create_stream()
         buffer = pool.allocate(64, stream)

@@ -109,9 +109,7 @@ DISABLE_TIMING, BLOCKING_SYNC, INTERPROCESS = 2, 1, 4
         ({"timing": True, "blocking_sync": True}, BLOCKING_SYNC),
     ],
 )
-def test_flags_of_an_event(
-    traced: Any, device: sa.Device, stream: sa.Stream, options: dict[str, bool], flags: int
-) -> None:
+def test_event_flags(traced: Any, device: sa.Device, stream: sa.Stream, options: dict[str, bool], flags: int) -> None:
     with device.create_event(**options) as event:
         (call,) = [call for call in traced.calls if call.name == "cuEventCreate"]
         assert call.args == (flags,)

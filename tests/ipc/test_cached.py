@@ -38,9 +38,7 @@ def given_back(cache: sa.CachingAllocator) -> bool:
 
 
 @pytest.mark.parametrize("end", ["free", "close", "drop", "on another stream", "with"])
-def test_after_it_was_closed(
-    cache: sa.CachingAllocator, stream: sa.Stream, partner: Partner, device: sa.Device, end: str
-) -> None:
+def test_closed(cache: sa.CachingAllocator, stream: sa.Stream, partner: Partner, device: sa.Device, end: str) -> None:
     """It does not go back to the cache, where an importer's descriptor might still be."""
     buffer = again(cache, stream)
     partner.give(buffer).close()

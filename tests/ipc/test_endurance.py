@@ -70,9 +70,7 @@ class TestALongLife:
         assert most <= 4
         assert eventually(lambda: not unfinished(stream.device)), unfinished(stream.device)
 
-    def test_opening_waits_for_no_stream(
-        self, device: sa.Device, stream: sa.Stream, another: Callable[[], Partner]
-    ) -> None:
+    def test_opening_does_not_wait(self, device: sa.Device, stream: sa.Stream, another: Callable[[], Partner]) -> None:
         """A stream waits for one exporter, another has died: memory of a third is opened all the same."""
         dead, late, third = another(), another(), another()
         for owner in (dead, late, third):

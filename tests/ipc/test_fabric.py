@@ -256,9 +256,7 @@ HANDLES: dict[str, Callable[[bytes], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("change", HANDLES.values(), ids=HANDLES)
-def test_a_handle_that_is_none(
-    device: sa.Device, stream: sa.Stream, partner: Partner, change: Callable[[bytes], dict[str, Any]]
-) -> None:
+def test_a_handle_that_is_none(device: sa.Device, partner: Partner, change: Callable[[bytes], dict[str, Any]]) -> None:
     """It is refused in another process, and the right one is opened after it."""
     with memory(PAGE, device) as physical:
         described = ipc.share(physical).descriptor

@@ -201,9 +201,7 @@ class TestImporter:
             (imports.ImportUse.acquire, "cuMemPoolImportPointer"),
         ],
     )
-    def test_two_open_one_descriptor(
-        self, owner: Owner, importer: Imports, function: Callable[..., object], call: str
-    ) -> None:
+    def test_two_open_one(self, owner: Owner, importer: Imports, function: Callable[..., object], call: str) -> None:
         """The driver imports the pool once, and the allocation."""
         driver: Any = importer.session.driver
         stream = sa.Device(0, driver=driver).create_stream()

@@ -122,9 +122,7 @@ class TestTerminal:
                     pool.allocate(MiB, stream).free()
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-    def test_a_terminal_that_is_gone(
-        self, terminal: Screen, monkeypatch: pytest.MonkeyPatch, pool: sa.MemoryPool
-    ) -> None:
+    def test_a_lost_terminal(self, terminal: Screen, monkeypatch: pytest.MonkeyPatch, pool: sa.MemoryPool) -> None:
         view = live(pool, every=0.001).start()
         monkeypatch.setattr(terminal, "shown", None)
         until(lambda: not view.running)

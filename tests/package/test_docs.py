@@ -62,9 +62,7 @@ _WITH_LIBRARIES = re.compile(r"^```py\n(?!# \w+\.py\n)(.*?)^```\n(?:\n```text\n(
 
 @pytest.mark.simulated_only("with stand-ins for the libraries")
 @pytest.mark.parametrize("page", [page for page in IN_ORDER if _WITH_LIBRARIES.search(page.read_text())], ids=name)
-def test_programs_with_other_libraries_run(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_library_programs_run(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks marked ``py``, each on its own; those that name a file are run by ``tests/ipc/test_programs.py``.
 
     Those of the recipes are run by ``test_recipes.py``, beside this file.

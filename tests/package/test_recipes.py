@@ -64,9 +64,7 @@ def plain(text: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_runs_alone_and_prints_what_the_page_shows(
-    program: Program, runs: Runner, on_cuda: bool, tmp_path: Path
-) -> None:
+def test_runs_alone_and_prints_what_its_page_has(program: Program, runs: Runner, on_cuda: bool, tmp_path: Path) -> None:
     (tmp_path / program.name).write_text(program.text)
     libraries = _LIBRARY.findall(program.text)
     arguments = [program.name]

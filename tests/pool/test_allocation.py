@@ -156,9 +156,7 @@ class TestAfterTheStreamIsClosed:
         assert bytes(target) == bytes([5]) * 64
         closed.free(stream)
 
-    def test_dropping_frees_after_the_stream_s_last_work(
-        self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
-    ) -> None:
+    def test_drops_come_after_work(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
         """Queued work of the closed stream on the memory runs before the memory is reused."""
         lost = device.create_stream()
         buffer, target = pool.allocate(20 * MiB, lost), pool.allocate(20 * MiB, stream)

@@ -102,9 +102,7 @@ class TestSizes:
             assert too_small.address != address == again.address
         assert cache.statistics()[4:] == (0, 19 * 1024, 2)
 
-    def test_a_block_of_five_times_the_size_is_the_largest_that_will_do(
-        self, cache: sa.CachingAllocator, stream: sa.Stream
-    ) -> None:
+    def test_the_largest_block_that_will_do(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         for size, fits in ((20 * 1024, True), (22 * 1024, False)):
             with cache.allocate(size, stream) as buffer:
                 address = buffer.address
@@ -112,9 +110,7 @@ class TestSizes:
                 assert (smaller.address == address) is fits
             cache.trim()
 
-    def test_a_much_larger_block_serves_only_while_no_smaller_one_is_free(
-        self, cache: sa.CachingAllocator, stream: sa.Stream
-    ) -> None:
+    def test_a_large_block_serves_while_no_smaller_is_free(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         small, *large = (cache.allocate(size, stream) for size in (8 * MiB, 16 * MiB, 16 * MiB))
         address = small.address
         for buffer in large:
@@ -126,9 +122,7 @@ class TestSizes:
                 assert again.address == address
         assert cache.statistics().misses == 3
 
-    def test_the_allowance_of_several_streams_grows_by_as_many_steps(
-        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
-    ) -> None:
+    def test_allowance_of_two_streams(self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream) -> None:
         held = [cache.allocate(320 * MiB, each) for each in (stream, other)]
         (wanted, _) = (cache._state.of(each).size_class(320 * MiB) for each in (stream, other))  # type: ignore[union-attr]
         for buffer in held:
@@ -161,9 +155,7 @@ class TestSizes:
             most = max(most, cache.statistics().used)
         assert 60 * MiB < most < 150 * MiB
 
-    def test_a_block_that_other_code_has_freed_is_freed_once(
-        self, machine: Any, device: sa.Device, stream: sa.Stream
-    ) -> None:
+    def test_a_block_that_others_freed_is_freed_once(self, machine: Any, device: sa.Device, stream: sa.Stream) -> None:
         """Something else may have its address at a second attempt."""
         with sa.MemoryPool(device, release_threshold=KEEP) as pool, sa.CachingAllocator(pool) as cache:
             buffer = cache.allocate(SIZE, stream)
@@ -221,17 +213,13 @@ class TestSizes:
         kept.append(cache.allocate(64 * MiB, stream))
         assert cache.pool.statistics().reserved == 576 * MiB
 
-    def test_a_pool_that_holds_more_than_the_allowance_is_trimmed(
-        self, cache: sa.CachingAllocator, stream: sa.Stream
-    ) -> None:
+    def test_a_pool_beyond_the_allowance_is_trimmed(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         cache.pool.allocate(1 << 30, stream).free()
         stream.synchronize()
         kept = [cache.allocate(64 * MiB, stream) for _ in range(8)]
         assert cache.pool.statistics().reserved == len(kept) * 64 * MiB
 
-    def test_lists_are_known_for_so_many_sizes_only(
-        self, cache: sa.CachingAllocator, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_most_sizes(self, cache: sa.CachingAllocator, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("streamalloc.pool.cache.state._MAX_SIZES", 50)
         for size in range(1, 200_000, 600):
             cache.allocate(size, stream).free()
@@ -303,9 +291,7 @@ def _on_its_own(allocator: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_errors_are_those_of_the_pool(
-    pool: sa.MemoryPool, cache: sa.CachingAllocator, stream: sa.Stream, name: str
-) -> None:
+def test_errors_are_the_pool_s(pool: sa.MemoryPool, cache: sa.CachingAllocator, stream: sa.Stream, name: str) -> None:
     """Also where the cache has memory of the size in question."""
     for _ in range(3):
         cache.allocate(SIZE, stream).free()
@@ -369,9 +355,7 @@ class TestComesBack:
         del dropped
         assert pool.statistics().used == 0 and not pool.closed
 
-    def test_when_the_cache_is_closed_during_a_capture_of_other_code(
-        self, raw: Any, pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
+    def test_when_it_is_closed_in_a_capture_of_others(self, raw: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         """The free block stays until the capture ends, also at a trim. It is not allocated again."""
         cache = sa.CachingAllocator(pool)
         cache.allocate(SIZE, stream).free()
@@ -476,9 +460,7 @@ class TestStepsAside:
             graph.close()
             assert cache.statistics().cached == 73 * MiB
 
-    def test_asks_the_pool_in_the_relaxed_mode_only(
-        self, traced: Any, device: sa.Device, cache: sa.CachingAllocator
-    ) -> None:
+    def test_asks_in_the_relaxed_mode_only(self, traced: Any, device: sa.Device, cache: sa.CachingAllocator) -> None:
         """Another library may be capturing."""
         del traced.calls[:]
         cache.allocate(40 * MiB, device.default_stream).free()

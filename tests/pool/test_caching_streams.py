@@ -113,17 +113,13 @@ def test_the_default_stream_has_one_cache_whatever_its_handle(cache: sa.CachingA
         assert again.address == address
 
 
-def test_memory_on_a_stream_that_no_object_owns_is_not_cached(
-    cache: sa.CachingAllocator, device: sa.Device, stream: sa.Stream
-) -> None:
+def test_an_unowned_stream_has_no_cache(cache: sa.CachingAllocator, device: sa.Device, stream: sa.Stream) -> None:
     """It may end without notice, and the driver give its handle to another stream."""
     cache.allocate(SIZE, sa.Stream.of_handle(device, stream.handle, None)).free()
     assert cache.statistics()[4:6] == (0, 0)
 
 
-def test_a_library_s_stream_lives_for_its_cached_memory(
-    cache: sa.CachingAllocator, device: sa.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_for_cached_memory(cache: sa.CachingAllocator, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of library streams keeps the latest. The blocks of one that leaves it return to the pool first."""
     monkeypatch.setattr(library_streams, "MOST_KEPT", 2)
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -169,9 +165,7 @@ def test_blocks_of_a_stream_that_its_library_has_closed(device: sa.Device, gate:
         cache.close()
 
 
-def test_a_new_stream_with_the_handle_of_one_that_its_library_closed(
-    cache: sa.CachingAllocator, device: sa.Device
-) -> None:
+def test_a_new_stream_with_the_handle_of_a_closed_one(cache: sa.CachingAllocator, device: sa.Device) -> None:
     first, second = Theirs(device), Theirs(device)
     with cache.allocate(SIZE, first) as buffer:
         cache.allocate(SIZE, first).free()
@@ -273,9 +267,7 @@ def test_a_stream_that_ends_while_another_thread_allocates_on_it(
         assert cache.statistics().used == 0
 
 
-def test_a_stream_that_ends_while_a_block_returns_to_it(
-    device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream
-) -> None:
+def test_a_stream_ends_while_a_block_returns(device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
     def make() -> tuple[sa.Buffer, sa.Stream]:
         home = device.create_stream()
         return cache.allocate(SIZE, home), home

@@ -61,9 +61,7 @@ def next_address(cache: sa.CachingAllocator, device: sa.Device) -> int:
 @pytest.mark.parametrize(
     "lives", [pytest.param(False, id="ended", marks=_ends_with_work), pytest.param(True, id="alive")]
 )
-def test_blocks_of_another_thread_are_released_after_its_work(
-    device: sa.Device, worker: Worker, lives: bool, end: str
-) -> None:
+def test_a_thread_s_blocks_return_after_its_work(device: sa.Device, worker: Worker, lives: bool, end: str) -> None:
     with device.create_stream() as own, sa.MemoryPool(device, max_size=32 * MiB) as pool, Gate(device) as gate:
         cache = sa.CachingAllocator(pool)
         (worker if lives else in_threads)(lambda: held_block(cache, device, gate))
@@ -84,9 +82,7 @@ def test_blocks_of_another_thread_are_released_after_its_work(
 
 
 @_ends_with_work
-def test_a_thread_with_the_identifier_of_one_that_has_ended(
-    device: sa.Device, cache: sa.CachingAllocator, gate: Gate
-) -> None:
+def test_a_thread_with_the_number_of_an_ended_one(device: sa.Device, cache: sa.CachingAllocator, gate: Gate) -> None:
     """It finds none of that thread's blocks, nor may it free them in the order of its own stream."""
     kept: list[sa.Buffer] = []
 
@@ -197,7 +193,7 @@ def test_a_thread_that_other_code_captures(device: sa.Device, cache: sa.CachingA
 @pytest.mark.parametrize(
     "who", ["another thread", pytest.param("a thread with the same identifier", marks=_ends_with_work)]
 )
-def test_a_pool_s_buffer_that_another_thread_drops(
+def test_buffers_dropped_by_others(
     device: sa.Device, pool: sa.MemoryPool, gate: Gate, worker: Worker, who: str
 ) -> None:
     """It is freed after the work of all threads, also of those that have ended."""
@@ -238,9 +234,7 @@ def test_a_pool_s_buffer_that_another_thread_drops(
 
 @pytest.mark.parametrize("end", ["free", "close", "shared"])
 @pytest.mark.parametrize("current", [False, True])
-def test_a_pool_s_buffer_that_another_thread_frees(
-    device: sa.Device, gate: Gate, worker: Worker, end: str, current: bool
-) -> None:
+def test_buffers_freed_by_others(device: sa.Device, gate: Gate, worker: Worker, end: str, current: bool) -> None:
     """It is freed after the work of the thread that allocated it."""
     with contextlib.ExitStack() as entered:
         if current:
@@ -263,9 +257,7 @@ def test_a_pool_s_buffer_that_another_thread_frees(
         assert later_memory_is_whole(pool, MiB, other, gate)
 
 
-def test_blocks_that_another_thread_frees_when_too_many_return(
-    device: sa.Device, cache: sa.CachingAllocator, gate: Gate, worker: Worker
-) -> None:
+def test_many_blocks_freed_elsewhere(device: sa.Device, cache: sa.CachingAllocator, gate: Gate, worker: Worker) -> None:
     """The others return to the pool, after the work of their thread."""
 
     def use() -> list[sa.Buffer]:

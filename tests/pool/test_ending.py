@@ -79,9 +79,7 @@ STREAMS: dict[str, Callable[[sa.Device, sa.Stream], Any]] = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_by_itself_once_the_device_has_freed(
-    traced: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, name: str
-) -> None:
+def test_by_itself_later(traced: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, name: str) -> None:
     """Nobody else synchronises the host with the stream of the free."""
     freeing = STREAMS[name](device, stream)
     buffer = pool.allocate(MiB, freeing)

@@ -150,9 +150,7 @@ def test_an_allocation_whose_context_stays_is_freed_at_once(machine: Any, nth: i
 
 
 @pytest.mark.simulated_only("a context that stays current")
-def test_a_miss_of_a_cache_whose_context_is_not_restored(
-    faults: Faults, device: sa.Device, pool: sa.MemoryPool
-) -> None:
+def test_a_cache_miss_whose_context_is_not_restored(faults: Faults, device: sa.Device, pool: sa.MemoryPool) -> None:
     """The cache has the block; the next allocation takes it."""
     with sa.CachingAllocator(pool) as cache:
         cache.allocate(64, device.default_stream).free()

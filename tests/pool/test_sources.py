@@ -178,9 +178,7 @@ def test_a_call_for_idle_devices_is_made_after_an_interrupted_attempt(device: sa
     assert nth > 4
 
 
-def test_a_call_for_idle_devices_has_returned_when_the_thread_goes_on(
-    device: sa.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_goes_on_after_its_call_for_idle_devices(device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread queues no work meanwhile, and asks about the streams itself, since it may destroy them afterwards."""
     asked, made = list[int](), list[int]()
 

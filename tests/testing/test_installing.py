@@ -83,9 +83,7 @@ class TestInstall:
             pass
 
     @pytest.mark.parametrize(("visible", "shown"), [("1", [1]), ("2,0", [2, 0]), ("0,1,2", [0, 1, 2]), ("0,5,1", [0])])
-    def test_devices_that_the_program_hides(
-        self, monkeypatch: pytest.MonkeyPatch, visible: str, shown: list[int]
-    ) -> None:
+    def test_devices_that_are_hidden(self, monkeypatch: pytest.MonkeyPatch, visible: str, shown: list[int]) -> None:
         with testing.install(sd.simulated(devices=3, name="whole")) as whole:
             whole.cuInit(0)
             ids = [uuid_of(whole, number) for number in range(3)]

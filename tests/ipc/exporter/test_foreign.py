@@ -153,11 +153,9 @@ class TestPlainMemory:
 
 
 class TestOrder:
-    def test_after_the_stream_that_it_names(
-        self, plain: Plain, partner: Partner, stream: sa.Stream, device: sa.Device, gate: Gate
-    ) -> None:
+    def test_after_the_stream_it_names(self, plain: Plain, partner: Partner, stream: sa.Stream, gate: Gate) -> None:
         address = plain(BLOCK).address
-        device.synchronize()
+        stream.device.synchronize()
         gate.hold(stream)
         partner.give(Array(address, BLOCK, stream.handle))
         assert partner.run(busy)

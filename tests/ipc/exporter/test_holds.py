@@ -43,9 +43,7 @@ class TestHandlesTravelOnce:
     """A receiver that dropped the message with the handles asks the sender's process for them."""
 
     @pytest.mark.parametrize("held", [False, True], ids=["plain", "held"])
-    def test_the_first_message_is_dropped(
-        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair, held: bool
-    ) -> None:
+    def test_is_dropped(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair, held: bool) -> None:
         partner.run(_take_end, fds=(pair[1].fileno(),))
         with pool.allocate(SIZE, stream) as first, pool.allocate(SIZE, stream) as second:
             second.fill(7)
@@ -56,9 +54,7 @@ class TestHandlesTravelOnce:
                 assert partner.run(_receive_byte) == 7
         assert uses(pool)
 
-    def test_what_was_shared_before_anything_was_sent(
-        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair
-    ) -> None:
+    def test_shared_before_any_send(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair) -> None:
         """Such descriptors do not say where to ask, so that the handles go along with each of them."""
         partner.run(_take_end, fds=(pair[1].fileno(),))
         with pool.allocate(SIZE, stream) as buffer:
@@ -150,9 +146,7 @@ class TestMessages:
         pair[1].close()
         assert uses(pool)
 
-    def test_the_buffer_is_collected_in_a_cycle(
-        self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair, partner: Partner
-    ) -> None:
+    def test_collected_in_a_cycle(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair, partner: Partner) -> None:
         """The collector leaves the hold of the message alone, which the receiver ends."""
         cycle: list[Any] = []
         cycle.append(cycle)

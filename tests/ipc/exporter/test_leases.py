@@ -33,9 +33,7 @@ LOOKS: dict[str, Callable[[sa.MemoryPool, sa.Buffer, sa.Buffer], object]] = {
 
 class TestFreeWhileItIsOpen:
     @pytest.mark.parametrize("look", LOOKS)
-    def test_happens_where_the_host_looks(
-        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, look: str
-    ) -> None:
+    def test_happens_when_looked_at(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, look: str) -> None:
         opened = partner.give(buffer)
         small, shared = (pool.allocate(512, buffer.stream) for _ in range(2))
         ipc.share(shared)
@@ -46,9 +44,7 @@ class TestFreeWhileItIsOpen:
         small.close()
         shared.close()
 
-    def test_dropped_by_the_importer_after_its_stream_was_closed(
-        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner
-    ) -> None:
+    def test_dropped_there_after_its_stream(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         partner.run(steps.make_stream, "second")
         opened = partner.give(buffer, on="second")
         partner.kept("second")
@@ -81,9 +77,7 @@ class TestFreeWhileItIsOpen:
         assert uses(pool, 0)
 
     @pytest.mark.parametrize("freed_before", [True, False])
-    def test_the_owner_s_stream_is_closed(
-        self, pool: sa.MemoryPool, device: sa.Device, partner: Partner, freed_before: bool
-    ) -> None:
+    def test_stream_closed(self, pool: sa.MemoryPool, device: sa.Device, partner: Partner, freed_before: bool) -> None:
         with device.create_stream() as stream:
             buffer = pool.allocate(SIZE, stream)
             filled(buffer, 1)
@@ -252,9 +246,7 @@ class TestWorkOfImporters:
 class TestSlotsAreUsedAgain:
     """A buffer takes the place on the control block of one that was freed, while streams are still busy with that."""
 
-    def test_early_readers_wait(
-        self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Gate
-    ) -> None:
+    def test_early_readers_wait(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, gate: Gate) -> None:
         """A word that the place's last owner counted up must not stand for the contents of the next."""
         for _ in range(3):
             first = pool.allocate(512, stream)

@@ -307,9 +307,7 @@ class TestOrder:
     """Readers wait by themselves until the contents are there."""
 
     @pytest.mark.parametrize("kind", [buffer, view, range_view, kinds.growable], ids=lambda kind: kind.__name__)
-    def test_a_delayed_producer(
-        self, make: Any, stream: sa.Stream, partner: Partner, gate: Any, kind: Callable[..., Made]
-    ) -> None:
+    def test_a_delayed_producer(self, make: Any, stream: sa.Stream, partner: Partner, gate: Any, kind: Any) -> None:
         shared = make(kind)
         shared.fill(1, stream)
         stream.synchronize()
@@ -321,9 +319,7 @@ class TestOrder:
         gate.open()
         assert partner.result()
 
-    def test_shared_on_two_streams(
-        self, make: Any, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Any
-    ) -> None:
+    def test_on_two_streams(self, make: Any, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Any) -> None:
         """The first stream is held and the second is not: each descriptor waits for its own, in whatever order."""
         shared = make(buffer)
         partner.run(steps.make_stream, "second")
@@ -379,9 +375,7 @@ class TestTwoDevices:
             assert shows(striped, 2)
             opened.close()
 
-    def test_from_the_other_device_s_stream(
-        self, partner: Partner, device: sa.Device, peer: sa.Device, stream: sa.Stream
-    ) -> None:
+    def test_from_the_other_one(self, partner: Partner, device: sa.Device, peer: sa.Device, stream: sa.Stream) -> None:
         """The importer gives its other device access to the pool."""
         if not peer.can_access(device):
             pytest.skip("the devices are no peers")

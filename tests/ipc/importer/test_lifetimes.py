@@ -36,9 +36,7 @@ HOW = pytest.mark.parametrize("how", ["killed", "ended"])
 
 class TestImporterIsGone:
     @HOW
-    def test_while_it_has_the_memory_open(
-        self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another, how: str
-    ) -> None:
+    def test_while_it_has_memory_open(self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another, how: str) -> None:
         one = another()
         one.give(buffer)
         buffer.free()
@@ -53,9 +51,7 @@ class TestImporterIsGone:
         buffer.free(still_imported="wait", timeout=20)
         assert uses(pool, 0)
 
-    def test_with_its_stream_held(
-        self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, another: Another
-    ) -> None:
+    def test_with_held_work(self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, another: Another) -> None:
         """It has closed the memory, and died before its stream came to that: ours goes on."""
         one = another()
         opened = one.give(buffer)
@@ -260,9 +256,7 @@ class TestChildren:
         growable.close()
 
     @pytest.mark.simulated_only("CUDA does not survive a fork")
-    def test_of_fork_end_nothing_of_their_parent_s(
-        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner
-    ) -> None:
+    def test_of_fork_end_nothing_of_the_parent(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """The child drops what it has a copy of; it has the parent's words in shared memory, too."""
         buffers = [pool.allocate(SIZE, stream) for _ in range(2)]
         for seed, buffer in enumerate(buffers):
@@ -300,9 +294,7 @@ class TestChildren:
         opened.close()
 
     @pytest.mark.simulated_only("CUDA does not survive a fork")
-    def test_of_fork_do_not_keep_a_dead_importer_s_lease(
-        self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another
-    ) -> None:
+    def test_of_fork_keep_no_lease_of_the_dead(self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another) -> None:
         one = another()
         one.give(buffer)
         child = one.run(_fork)

@@ -323,9 +323,7 @@ class TestOtherProcesses:
     @pytest.mark.parametrize(
         ("dtype", "shape"), [("<f4", (4, -1)), ("|i1", (-1,)), ("<c8", (2, 2, -1)), ("<f2", None), ("|V2", None)]
     )
-    def test_an_array_of_a_pool(
-        self, pool: sa.MemoryPool, partner: Partner, stream: sa.Stream, dtype: str, shape: Any
-    ) -> None:
+    def test_pool_array(self, pool: sa.MemoryPool, partner: Partner, stream: sa.Stream, dtype: str, shape: Any) -> None:
         buffer = pool.allocate(MiB, stream)
         filled(buffer, 3)
         view = buffer.view_as(dtype, shape)

@@ -49,9 +49,7 @@ class TestClose:
         partner.run(steps.close_there)
         assert eventually(lambda: pool.statistics().used == 0 and not steps.settled(stream))
 
-    def test_consumer_with_work_left(
-        self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
+    def test_busy_consumer(self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         """The memory is not free before its stream has done that."""
         steps.join(partner, ring)
         steps.send(ring, 1)
@@ -272,9 +270,7 @@ class TestKilledConsumer:
             slot.give_back()
         self.check_goes_on(ring, partner, 4, 0)
 
-    def test_after_the_producer_has_closed(
-        self, ring: RingProducer, dies: Partner, pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
+    def test_after_a_close(self, ring: RingProducer, dies: Partner, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         steps.join(dies, ring)
         for seed in range(3):
             steps.send(ring, seed)
@@ -558,9 +554,7 @@ class TestProducerThatDies:
                 yield consumer
 
     @pytest.mark.parametrize("timeout", [None, 0])
-    def test_while_the_channel_lives(
-        self, fills: Partner, whose_channel_lives: RingConsumer, timeout: float | None
-    ) -> None:
+    def test_the_channel_lives(self, fills: Partner, whose_channel_lives: RingConsumer, timeout: float | None) -> None:
         fills.kill()
         with whose_channel_lives.next() as item:
             assert item.nbytes == SIZE

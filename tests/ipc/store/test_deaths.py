@@ -110,9 +110,7 @@ def _idle(entry: ipc.StoreEntry) -> bool:
     [(15, 1), pytest.param(1000, 2, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
     ids=["15", "1000"],
 )
-def test_clients(
-    store: ipc.Store, server: ipc.StoreServer, device: sa.Device, another: Another, count: int, seed: int
-) -> None:
+def test_clients(store: ipc.Store, device: sa.Device, another: Another, count: int, seed: int) -> None:
     device.synchronize()
     files, free = len(os.listdir("/proc/self/fd")), device.memory_info().free
     _kill_many(store, another, count, seed)
@@ -124,9 +122,7 @@ def test_clients(
     assert len(os.listdir("/proc/self/fd")) <= files + 8
 
 
-def test_a_forked_child_does_not_close_the_server(
-    server: ipc.StoreServer, store: ipc.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_closes_no_server(server: ipc.StoreServer, store: ipc.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 1)
         server.close()
@@ -153,9 +149,7 @@ class TestServer:
             process.kill()
             process.communicate()
 
-    def test_is_out_of_descriptors(
-        self, served: Callable[[], subprocess.Popen[str]], name: str, device: sa.Device
-    ) -> None:
+    def test_lacks_descriptors(self, served: Callable[[], subprocess.Popen[str]], name: str, device: sa.Device) -> None:
         """It refuses what does not fit, serves on, and takes more once descriptors are free."""
         server = served()
         limit = len(os.listdir(f"/proc/{server.pid}/fd")) + 24

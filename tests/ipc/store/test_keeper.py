@@ -205,9 +205,7 @@ class TestKilledServer:
                 device.synchronize()
                 assert holds(reader["all"], 1)
 
-    def test_contents_that_are_not_there_yet(
-        self, supervised: ipc.Store, stream: sa.Stream, gate: Gate, device: sa.Device
-    ) -> None:
+    def test_contents_to_come(self, supervised: ipc.Store, stream: sa.Stream, gate: Gate, device: sa.Device) -> None:
         """The epoch before counts; its number is not given twice."""
         write(supervised, "key", 1)
         gate.hold(stream)

@@ -234,9 +234,7 @@ class TestCommits:
             (2, {"ready": f"{0:032} 0 0 1"}),
         ],
     )
-    def test_parts_that_do_not_belong_together(
-        self, commit: Callable[..., Any], count: int, fields: dict[str, Any]
-    ) -> None:
+    def test_parts_that_do_not_fit(self, commit: Callable[..., Any], count: int, fields: dict[str, Any]) -> None:
         with pytest.raises(ipc.StoreError):
             commit(count=count, **fields)
         assert commit()[0]["epoch"] == 1

@@ -154,9 +154,7 @@ class TestLargeMessages:
             (3, MAX_HANDLES + 1, "a large message"),
         ],
     )
-    def test_with_other_contents(
-        self, stranger: tuple[socket.socket, Channel], nbytes: int, count: int, why: str
-    ) -> None:
+    def test_other_contents(self, stranger: tuple[socket.socket, Channel], nbytes: int, count: int, why: str) -> None:
         into, crate = Channel.pair()
         into.send(b"", [0] * PACKET_HANDLES)
         into.send(b"", [0])

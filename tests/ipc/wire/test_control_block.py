@@ -101,9 +101,7 @@ class TestDeaths:
         opened.close()
 
 
-def test_a_stale_descriptor_while_the_owner_frees(
-    pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_while_the_owner_frees(pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     """The importer says for a moment that it has opened the memory, which the owner's stream must not wait for."""
     buffer = pool.allocate(MiB, stream)
     shared = ipc.share(buffer)
@@ -134,9 +132,7 @@ class TestCapturesOfOtherCode:
     """Captures that have no record here, and must not break."""
 
     @pytest.mark.parametrize("mode", ["GLOBAL", "THREAD_LOCAL", "RELAXED"])
-    def test_of_another_stream(
-        self, raw: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, mode: str
-    ) -> None:
+    def test_of_another(self, raw: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, mode: str) -> None:
         buffer = pool.allocate(MiB, stream)
         stream.synchronize()
         ipc.share(buffer)
@@ -215,9 +211,7 @@ def test_opened_again_while_the_first_is_collected(pool: sa.MemoryPool, stream: 
     assert eventually(lambda: pool.statistics().used == 0)
 
 
-def test_threads_that_first_ask_for_a_slot_get_the_same_words(
-    pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_get_one_slot_s_words(pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are compared, to see whether an import is of the same lease."""
     with pool.allocate(MiB, stream) as buffer, opened_by(sd.simulated(), ipc.share(buffer)) as opened:
         (block,) = imports_of(opened._session).blocks.values()

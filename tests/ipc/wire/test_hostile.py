@@ -131,9 +131,7 @@ def live(seed: int) -> None:
 
 class TestTheExporterGoesOn:
     @pytest.mark.parametrize("kind", ["announced", "ready"])
-    def test_with_words_that_it_writes_itself(
-        self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, kind: str
-    ) -> None:
+    def test_with_words_of_its_own(self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, kind: str) -> None:
         """It knows how far it is; whether the contents are there it does not ask importers either."""
         with pool.allocate(BYTES, stream) as buffer, device.create_stream() as other:
             shared = ipc.share(buffer)
