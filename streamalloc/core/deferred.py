@@ -26,7 +26,8 @@ more.
 **Why at named points only.** An attempt may take time. Users pay for it only in calls that wait anyway, or that need
 the memory. Each such step of the code is called a point of work:
 
-* the host has synchronised with a stream, an event or a device;
+* the host has synchronised with a stream or an event;
+* the host has synchronised with a device: then the items of all drivers are attempted, also of dropped ones;
 * a pool, physical memory or a range of addresses is made, and memory has run out;
 * statistics are read: of a pool, of a device's memory;
 * pages of an arena are released, or committed while the arena has no memory left;
@@ -65,7 +66,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from streamalloc.core.errors import CudaError, error_from, is_gone
-from streamalloc.core.session import PerDriver, Session, sessions
+from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import SETTLERS, Lock, RLock
 
 T = TypeVar("T")
@@ -254,9 +255,13 @@ class DeferredQueue:
         total, ended, left = 0, 1, math.inf if most is None else most
         try:
             self._working[me] = None
-            # The guard sets the capture mode. Its error is not raised, because the caller's own call has succeeded. A
-            # later point of work attempts the items.
-            with contextlib.suppress(CudaError), self._guard():
+            with contextlib.suppress(CudaError), contextlib.ExitStack() as guard:
+                # The guard sets the capture mode. If the driver refuses, a later point of work attempts the items; no
+                # error is raised, because the caller's own call has succeeded. A lost driver has no captures.
+                try:
+                    guard.enter_context(self._guard())
+                except CudaError as error:
+                    ended = is_gone(error)
                 # Repeat while items end, because another item, such as a pool's, may have waited for them.
                 while ended:
                     ended, left = self._round(me, left)
@@ -444,16 +449,16 @@ def work(session: Session, most: int | None = None) -> int:
     return queue.work(most)
 
 
-def work_all(hidden: type[Exception] = CudaError) -> int:
-    """Attempt the items of all drivers' queues. Returns the number of items that are left. Errors of the class
-    ``hidden`` are not raised.
+def work_all(most: int | None = None, hidden: type[Exception] = CudaError) -> int:
+    """Attempt the items of all drivers' queues, also of drivers that nobody uses any more. ``most`` limits the number
+    of failed attempts in each queue. Returns the number of items that are left. Errors of the class ``hidden`` are not
+    raised.
     """
-    queues = [deferred_queue(session) for session in sessions()]
-    for queue in queues:
+    for queue in list(_unfinished):
         with contextlib.suppress(hidden):
-            queue.work()
-    return sum(map(len, queues))
+            queue.work(most)
+    return sum(map(len, list(_unfinished)))
 
 
 # All errors are hidden: an item that fails stays in its queue, and the report of leaks lists the item.
-SETTLERS.append(functools.partial(work_all, Exception))
+SETTLERS.append(functools.partial(work_all, hidden=Exception))

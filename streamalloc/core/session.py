@@ -451,18 +451,6 @@ def sessions() -> tuple[Session, ...]:
     return tuple(one for one in found if one is not None and hasattr(one, "_state"))
 
 
-def sessions_beside(session: Session) -> list[Session]:
-    """Return the other usable sessions of the same devices: those whose driver is ``session``'s without wrappers."""
-    driver = _unwrapped(session.driver)
-    return [one for one in sessions() if one is not session and one.usable and _unwrapped(one.driver) is driver]
-
-
-def _unwrapped(driver: Any) -> Any:
-    while (wrapped := getattr(driver, "wrapped", None)) is not None:
-        driver = wrapped
-    return driver
-
-
 # Rules for a forked child. CUDA does not work there. A driver call may hang on a lock that a thread of the parent held,
 # or may end a handle that the parent still uses. The child inherits every object, and its garbage collector drops these
 # objects. So the child makes no driver call at all. The functions of each session raise ForkedProcessError, and

@@ -68,7 +68,6 @@ import mmap
 import os
 import secrets
 import struct
-import time
 import weakref
 from typing import Any
 
@@ -76,14 +75,12 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, error_from, undoing
-from streamalloc.core.internal import Fd, Stream
+from streamalloc.core.internal import Fd, Stream, deferred_queue
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.locks import is_locked, lock, try_lock
 from streamalloc.pool.internal import OnceIdle
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
-"""Seconds between attempts to end a dropped control block: after the first attempt, and at most."""
 SLOTS = 1024
 """Number of slots of a control block, and number of marks of each kind."""
 IMPORTERS = 128
@@ -276,9 +273,7 @@ class ControlBlock:
         # The close waits for the devices. If the thread that the collector has interrupted is to queue what a stream
         # waits for, a wait in this finaliser would never end.
         if getattr(self, "_raw", None) is not None and self.session.usable:
-            # A new thread makes the attempts. Nobody uses this session any more, so no point of work may come.
-            with contextlib.suppress(RuntimeError):  # Python refuses threads at its end, or the system has no more.
-                _thread.start_new_thread(_end_dropped, (OnceIdle(self.session, self.close),))
+            deferred_queue(self.session).submit(OnceIdle(self.session, self.close))
 
     @classmethod
     def create(cls, session: Session) -> ControlBlock:
@@ -598,13 +593,6 @@ def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -
         # The lock is released explicitly: a forked child may also have the file open, so closing it would not release
         # the lock.
         lock(file.fileno(), byte, fcntl.F_UNLCK)
-
-
-def _end_dropped(end: OnceIdle) -> None:
-    pause = _FIRST_PAUSE
-    while not end.attempt():
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def fence() -> None:
