@@ -558,8 +558,7 @@ class TestStreamsOfOursThatOtherCodeCaptures:
         own.synchronize()
         assert not traced.cuStreamBeginCapture(raw, RELAXED)[0]
         if end == "close":
-            with pytest.raises(sa.CaptureError, match="end the capture first"):
-                own.close()
+            each_raises(sa.CaptureError, own.close, match="end the capture first")
         else:
             del own
             gc.collect()

@@ -8,7 +8,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.testing import Gate, settle
-from tests.support import KEEP, MiB, holds, pattern, pending
+from tests.support import KEEP, MiB, each_raises, holds, pattern, pending
 
 
 class TestBytes:
@@ -51,13 +51,11 @@ class TestCopy:
             with buffer.copy(allocator=other) as made:
                 assert made.owner is other and made.tobytes() == buffer.tobytes()
             borrowed = sa.Buffer.from_handle(buffer.address, 4096, owner=buffer, stream=stream)
-            with pytest.raises(ValueError, match="has no allocator"):
-                borrowed.copy()
+            each_raises(ValueError, borrowed.copy, match="has no allocator")
             with borrowed.copy(allocator=other) as made:
                 assert made.tobytes() == buffer.tobytes()
             stream.synchronize()
-        with pytest.raises(sa.ClosedError):
-            buffer.copy()
+        each_raises(sa.ClosedError, buffer.copy)
 
     @pytest.mark.bindings("13.0")
     def test_options(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:

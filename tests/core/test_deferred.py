@@ -18,7 +18,7 @@ from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.errors import CudaError, DeviceLostError
 from tests.interleaving import interleaved
 from tests.interrupting import since_3_11
-from tests.support import in_threads
+from tests.support import each_raises, in_threads
 
 
 class Interrupt(Exception):
@@ -263,8 +263,7 @@ def test_what_is_not_the_driver_s_goes_on_to_the_caller(later: DeferredQueue, en
 
     later.submit(Item(later, ended, [_interrupt]))
     later.submit(Item(later, ended, []))
-    with pytest.raises(Interrupt):
-        later.work()
+    each_raises(Interrupt, later.work)
     assert later.work() == 2 and len(ended) == 2 and len(later) == 0
 
 

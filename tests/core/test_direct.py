@@ -150,10 +150,8 @@ class TestNotPlain:
             scene.stream.wait,
         ]
         for use in uses:
-            with pytest.raises(ValueError, match="belongs to another driver"):
-                use(foreign)
-            with pytest.raises(TypeError, match="stream must be a Stream"):
-                use(object())
+            each_raises(ValueError, functools.partial(use, foreign), match="belongs to another driver")
+            each_raises(TypeError, functools.partial(use, object()), match="stream must be a Stream")
         foreign.close()
 
     @pytest.mark.parametrize("cached", [False, True])

@@ -14,7 +14,7 @@ from streamalloc.core.internal import Deferred, deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate, settle
 from tests.processes import eventually
-from tests.support import executed, in_threads, names, pending
+from tests.support import each_raises, executed, in_threads, names, pending
 
 ENDS: dict[str, Callable[[sa.Stream], Any]] = {
     "a stream": lambda stream: [stream],
@@ -110,8 +110,7 @@ def test_a_default_stream_is_recorded_after_a_capture(device: sa.Device, stream:
 def test_work_that_a_thread_is_still_queueing(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
     fence = Fence(session_of(device), [stream], queueing=True)
     assert executed(stream) and not fence.done()
-    with pytest.raises(sa.InUseError):
-        fence.synchronize()
+    each_raises(sa.InUseError, fence.synchronize)
     fence.record()
     with device.create_stream() as later:
         fence.precede(later)  # after what is queued so far
@@ -200,6 +199,5 @@ def test_raises_what_a_signal_handler_raises(device: sa.Device) -> None:
             return True
 
     deferred_queue(session_of(device)).submit(Interrupted())
-    with pytest.raises(TimeoutError):
-        settle()
+    each_raises(TimeoutError, settle)
     settle()

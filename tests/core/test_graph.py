@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
-from tests.support import GROWTH, MiB, holds, in_threads, names
+from tests.support import GROWTH, MiB, each_raises, holds, in_threads, names
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,7 @@ class TestNodes:
                 assert isinstance(one, sa.GraphBuffer) and isinstance(two, sa.GraphBuffer)
                 one.fill(7)
                 assert one.address and two.address and [one.owner, two.owner] == [graph, graph]
-            with pytest.raises(sa.ClosedError):
-                one.free()
+            each_raises(sa.ClosedError, one.free)
             assert sa.allocate(0, stream).address == 0
         assert [stream.capturing, graph.complete] == [False, True]
         assert graph.nodes == ["MEM_ALLOC", "MEM_ALLOC", "MEMSET", "MEM_FREE", "MEM_FREE"]
@@ -92,8 +91,7 @@ class TestForeignMemory:
         stream.synchronize()
         with device.create_stream() as other:
             with stream.capture("relaxed") as graph:
-                with pytest.raises(sa.CaptureError, match=r"captured.*after the capture"):
-                    outside.free()
+                each_raises(sa.CaptureError, outside.free, match=r"captured.*after the capture")
                 assert not outside.freed
                 outside.free(other)
             assert pool.statistics().used == 0
@@ -333,12 +331,9 @@ def test_memory_that_outlives_a_launch(device: sa.Device, stream: sa.Stream) -> 
 def test_refused(device: sa.Device, stream: sa.Stream) -> None:
     with sa.Graph.create(device) as graph, sa.Graph.create(device) as other:
         node = sa.GraphBuffer.add_to(other, 16, stream).node
-        with pytest.raises(sa.InvalidValueError):
-            sa.GraphBuffer.add_to(graph, 16, stream, after=[node])
-        with pytest.raises(sa.InvalidValueError):
-            sa.GraphBuffer.add_to(graph, 0, stream)
-        with pytest.raises(TypeError, match="stream must be a Stream"):
-            sa.GraphBuffer.add_to(graph, 16, 7)  # type: ignore[arg-type]
+        each_raises(sa.InvalidValueError, lambda: sa.GraphBuffer.add_to(graph, 16, stream, after=[node]))
+        each_raises(sa.InvalidValueError, lambda: sa.GraphBuffer.add_to(graph, 0, stream))
+        each_raises(TypeError, lambda: sa.GraphBuffer.add_to(graph, 16, 7), match="stream must be a Stream")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="access must be a Device"):
             sa.GraphBuffer.add_to(graph, 16, stream, access=[device.location])  # type: ignore[list-item]
         with pytest.raises(ValueError, match="belongs to another driver"):

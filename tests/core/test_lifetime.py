@@ -25,6 +25,7 @@ from tests.support import (
     KEEP,
     MiB,
     captured,
+    each_raises,
     end_what_was_dropped,
     executed,
     holds,
@@ -73,11 +74,9 @@ class TestGarbage:
             lease = None if shared is None else shared._lease
             assert not machine.cuMemFreeAsync(cuda.CUdeviceptr(address), cuda.CUstream(stream.handle))[0]
             if "free" in end:
-                with pytest.raises(sa.InvalidValueError):
-                    buffer.free()
+                each_raises(sa.InvalidValueError, buffer.free)
                 assert buffer.freed
-                with pytest.raises(sa.ClosedError, match="was freed"):
-                    buffer.free()
+                each_raises(sa.ClosedError, buffer.free, match="was freed")
                 assert lease not in exports_of(session_of(device)).with_memory
                 other = pool.allocate(4096, stream)
                 del buffer

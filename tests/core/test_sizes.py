@@ -11,7 +11,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, multicast, vmm
-from tests.support import MiB
+from tests.support import MiB, each_raises
 
 
 def _of_pools(opened: contextlib.ExitStack, pool: sa.MemoryPool, stream: sa.Stream, size: Any) -> Iterator[int]:
@@ -69,7 +69,5 @@ def test_numbers_and_text(device: sa.Device, pool: sa.MemoryPool, stream: sa.Str
 
 
 def test_text_that_is_no_size(device: sa.Device) -> None:
-    with pytest.raises(ValueError, match="limit='2 apples' is no size"):
-        vmm.HostTier(device, limit="2 apples")
-    with pytest.raises(ValueError, match="capacity='two'"):
-        vmm.GrowableBuffer(device, "two")
+    each_raises(ValueError, lambda: vmm.HostTier(device, limit="2 apples"), match="limit='2 apples' is no size")
+    each_raises(ValueError, lambda: vmm.GrowableBuffer(device, "two"), match="capacity='two'")

@@ -20,7 +20,7 @@ from streamalloc.core.session import session_of
 from streamalloc.core.stream import _host_functions
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import GROWTH, MiB, executed, in_threads, names, pending
+from tests.support import GROWTH, MiB, each_raises, executed, in_threads, names, pending
 
 
 class TestOrder:
@@ -86,10 +86,8 @@ class TestEvents:
         end.synchronize()
         took = end.elapsed_since(start)
         assert took >= 0 and start.elapsed_since(end) == pytest.approx(-took)
-        with pytest.raises(sa.InvalidHandleError, match="timing=True"):
-            end.elapsed_since(stream.record())
-        with pytest.raises(TypeError, match="start must be an Event, not Stream"):
-            end.elapsed_since(stream)  # type: ignore[arg-type]
+        each_raises(sa.InvalidHandleError, lambda: end.elapsed_since(stream.record()), match="timing=True")
+        each_raises(TypeError, lambda: end.elapsed_since(stream), match="start must be an Event, not Stream")  # type: ignore[arg-type]
 
     def test_options_that_do_not_go_together(self, device: sa.Device) -> None:
         with pytest.raises(ValueError, match="interprocess"):
@@ -185,8 +183,7 @@ class TestClosing:
             lambda: buffer.copy_to(bytearray(64), stream),
         )
         for number, use in enumerate(uses):
-            with pytest.raises(sa.ClosedError):
-                use()
+            each_raises(sa.ClosedError, use)
             assert names(traced) == [], number
         assert not buffer.freed
         buffer.free()

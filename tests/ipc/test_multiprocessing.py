@@ -324,8 +324,7 @@ class TestFreedAfterPut:
             for thing in (buffer, Hides(buffer)):
                 with pytest.raises(sa.ClosedError, match="freed"):
                     send(thing)
-        with pytest.raises(sa.ClosedError, match="freed"):
-            context.Process(target=len, args=(buffer,)).start()
+        each_raises(sa.ClosedError, context.Process(target=len, args=(buffer,)).start, match="freed")
         with context.Pool(1, initializer=_take, initargs=(Chosen(on_cuda),)) as workers:
             with pytest.raises(sa.ClosedError, match="freed"):
                 workers.apply_async(len, (buffer,)).get(SECONDS)

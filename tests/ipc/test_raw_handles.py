@@ -1,6 +1,7 @@
 """Handles of programs on raw driver calls: what they export is opened here, and the other way round."""
 
 import ctypes
+import functools
 import importlib
 import os
 import re
@@ -182,10 +183,7 @@ class TestOursThere:
             thing.handles().close()
             thing.close()
         for thing in things:
-            with pytest.raises(sa.ClosedError):
-                thing.handles()
-            with pytest.raises(sa.ClosedError):
-                ipc.share(thing)
+            each_raises(sa.ClosedError, thing.handles, functools.partial(ipc.share, thing))
 
 
 class _Owner:
@@ -240,8 +238,7 @@ class TestOwners:
                 sa.Buffer.from_handle(address, MiB, owner="this", stream=stream)
             if how == "free":
                 buffer.free()
-                with pytest.raises(sa.ClosedError):
-                    buffer.free()
+                each_raises(sa.ClosedError, buffer.free)
             else:
                 del buffer
             stream.synchronize()
@@ -542,8 +539,7 @@ class TestRefused:
     @pytest.mark.parametrize("number", [0, 99992])
     def test_numbers_that_are_no_handles(self, device: sa.Device, number: int) -> None:
         wrong: Any = (ValueError, sa.InvalidValueError)
-        with pytest.raises(wrong):
-            sa.MemoryPool.from_handle(number, owner=None, driver=device.driver)
+        each_raises(wrong, lambda: sa.MemoryPool.from_handle(number, owner=None, driver=device.driver))
         with pytest.raises(ValueError, match=r"is in no memory|is no handle"):
             sa.Buffer.from_handle(number, 4, owner=None, driver=device.driver)
         for owner in (True, "that"):

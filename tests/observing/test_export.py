@@ -20,7 +20,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces, vmm
 from streamalloc.observing import export
-from tests.support import MiB
+from tests.support import MiB, each_raises
 
 
 @pytest.fixture
@@ -130,13 +130,11 @@ class TestLog:
     def test_is_no_descriptor(self, pool: sa.MemoryPool) -> None:
         """True would be that of the standard output, which would be closed."""
         with open(os.devnull, "wb") as file:
-            with pytest.raises(TypeError, match="PathLike"):
-                sa.observe(pool, log=file.fileno()).start()  # type: ignore[arg-type]
+            each_raises(TypeError, sa.observe(pool, log=file.fileno()).start, match="PathLike")  # type: ignore[arg-type]
             os.fstat(file.fileno())
 
     def test_a_full_disk_ends_it(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with pytest.raises(OSError, match="No space left"):
-            sa.observe(pool, log="/dev/full").start()
+        each_raises(OSError, sa.observe(pool, log="/dev/full").start, match="No space left")
         observer = sa.observe(pool, log="/dev/full")
         observer._account._logged = True  # it has a header, as before the disk was full
         with observer:

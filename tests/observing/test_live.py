@@ -14,7 +14,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.observing import live, live_view
-from tests.support import MiB
+from tests.support import MiB, each_raises
 
 
 class Screen:
@@ -127,8 +127,7 @@ class TestTerminal:
         monkeypatch.setattr(terminal, "shown", None)
         until(lambda: not view.running)
         assert repr(view) == "<LiveView, stopped>"
-        with pytest.raises(AttributeError):
-            view.stop()
+        each_raises(AttributeError, view.stop)
         assert terminal.ended == 1
 
     def test_breaks_no_capture(self, terminal: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:
@@ -143,8 +142,7 @@ class TestTerminal:
         monkeypatch.setattr("streamalloc.observing.live_view._in_notebook", lambda: False)
         for name in ("rich.live", "rich.table"):
             monkeypatch.delitem(sys.modules, name, raising=False)
-        with pytest.raises(ModuleNotFoundError, match=r"pip install 'streamalloc\[live\]'"):
-            live(pool).start()
+        each_raises(ModuleNotFoundError, live(pool).start, match=r"pip install 'streamalloc\[live\]'")
 
     def test_bars_are_shares_of_what_there_is(self, device: sa.Device, stream: sa.Stream) -> None:
         with sa.MemoryPool(device, 128 * MiB, release_threshold=1 << 40) as limited, sa.MemoryPool(device) as pool:

@@ -24,7 +24,7 @@ from streamalloc.observing import LeakError
 from streamalloc.observing.observer import Account
 from tests.interleaving import interleaved
 from tests.processes import fork
-from tests.support import MiB
+from tests.support import MiB, each_raises
 
 
 def line() -> int:
@@ -116,8 +116,7 @@ class TestLive:
         device = sa.Device(0, driver=faulty)
         with sa.MemoryPool(device) as pool, device.create_stream() as stream, sa.observe(pool) as observer:
             buffer = pool.allocate(64, stream)
-            with pytest.raises(sa.CudaError):
-                buffer.free()
+            each_raises(sa.CudaError, buffer.free)
             assert observer.nbytes == 64 and not buffer.freed
             buffer.free()
             assert observer.live == ()
@@ -155,10 +154,7 @@ class TestFastPaths:
                 pool.allocate(8, stream)
             buffer.free()
             assert observer.live == ()
-        with pytest.raises(sa.ClosedError):
-            pool.allocate(8, stream)
-        with pytest.raises(sa.ClosedError):
-            sa.observe(pool)
+        each_raises(sa.ClosedError, lambda: pool.allocate(8, stream), lambda: sa.observe(pool))
 
     def test_pools_that_are_made_and_dropped_meanwhile(self, device: sa.Device, stream: sa.Stream) -> None:
         with sa.observe(device) as observer:
@@ -447,8 +443,7 @@ class TestHooks:
 
         with sa.observe(pool, on_free=complain) as observer:
             buffer = pool.allocate(8, stream)
-            with pytest.raises(RuntimeError, match="no"):
-                buffer.free()
+            each_raises(RuntimeError, buffer.free, match="no")
             assert buffer.freed and observer.live == ()
         assert pool.statistics().used == 0
 
@@ -508,16 +503,11 @@ class TestReports:
 
 class TestArguments:
     def test_errors_name_them(self, pool: sa.MemoryPool, machine: Any) -> None:
-        with pytest.raises(TypeError, match="what: 3 is no device"):
-            sa.observe(3)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="limit"):
-            sa.observe(pool, limit=-1)
-        with pytest.raises(TypeError, match="depth must be an integer, not str"):
-            sa.observe(pool, depth="all")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="on_free must be a function, not int"):
-            sa.observe(pool, on_free=3)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="driver"):
-            sa.observe(pool, driver=machine)
+        each_raises(TypeError, lambda: sa.observe(3), match="what: 3 is no device")  # type: ignore[arg-type]
+        each_raises(ValueError, lambda: sa.observe(pool, limit=-1), match="limit")
+        each_raises(TypeError, lambda: sa.observe(pool, depth="all"), match="depth must be an integer, not str")  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: sa.observe(pool, on_free=3), match="on_free must be a function, not int")  # type: ignore[arg-type]
+        each_raises(ValueError, lambda: sa.observe(pool, driver=machine), match="driver")
 
     def test_everything_of_a_driver(self, device: sa.Device, stream: sa.Stream) -> None:
         with sa.observe() as observer, sa.allocate(8, stream), vmm.GrowableBuffer(device, 2 * MiB, 2 * MiB):
@@ -551,8 +541,7 @@ class TestTogether:
         before = functions(pool)
         observer = sa.observe(pool, on_free=refuse, log=tmp_path / "log.csv").start()
         pool.allocate(8, stream)  # a finaliser frees it
-        with pytest.raises(PermissionError):
-            observer.stop()
+        each_raises(PermissionError, observer.stop)
         assert not observer.started and functions(pool) == before and observer._account._log is None
 
     def test_a_fork_while_another_thread_writes(self, pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:

@@ -38,8 +38,7 @@ class TestSizes:
         assert buffer[:].nbytes == 0
         buffer.free()
         assert buffer.freed
-        with pytest.raises(sa.ClosedError):
-            buffer.free()
+        each_raises(sa.ClosedError, buffer.free)
         with allocate(0, stream) as other:
             assert other.stream is stream
 
@@ -141,8 +140,7 @@ class TestAfterTheStreamIsClosed:
 
     def test_a_free_needs_another_stream(self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream) -> None:
         closed = self.filled(pool, device)
-        with pytest.raises(sa.ClosedError, match="closed"):
-            closed.free()
+        each_raises(sa.ClosedError, closed.free, match="closed")
         assert not closed.freed
         closed.free(stream)
         assert pool.statistics().used == 0

@@ -162,8 +162,7 @@ class TestSizes:
             address = buffer.address
             buffer.free()
             assert not machine.cuMemFreeAsync(cuda.CUdeviceptr(address), cuda.CUstream(stream.handle))[0]
-            with pytest.raises(sa.InvalidValueError):
-                cache.trim()
+            each_raises(sa.InvalidValueError, cache.trim)
             assert (cache.blocks, cache.statistics().cached) == (0, 0)
             other = pool.allocate(SIZE, stream)
             assert other.address == address

@@ -58,8 +58,7 @@ class TestPlainMemory:
             else:
                 getattr(buffer, how)()
                 assert buffer.freed and not known(device, address)
-                with pytest.raises(sa.ClosedError):
-                    buffer.free()
+                each_raises(sa.ClosedError, buffer.free)
             assert eventually(lambda: not known(device, address))
             assert seen.nbytes == 0
 
@@ -102,8 +101,7 @@ class TestPlainMemory:
         with shaky.create_stream() as other:
             buffer = sa.PlainMemory(shaky).allocate(4096, other)
             faults.fail("cuMemFree", result="CUDA_ERROR_UNKNOWN")
-            with pytest.raises(sa.CudaError):
-                buffer.free()
+            each_raises(sa.CudaError, buffer.free)
             assert not buffer.freed
             faults.stop()
             buffer.free()
@@ -156,8 +154,7 @@ class TestCallbacks:
             with pytest.raises(KeyError):
                 sa.CallbackAllocator(refuse, where=device).allocate(1, stream)
         wrong: Any = 5
-        with pytest.raises(TypeError, match="allocate must be a function"):
-            sa.CallbackAllocator(wrong, where=device)
+        each_raises(TypeError, lambda: sa.CallbackAllocator(wrong, where=device), match="allocate must be a function")
         with pytest.raises(TypeError, match="free must be a function"):
             sa.CallbackAllocator(refuse, wrong, where=device)
         with pytest.raises(TypeError, match="the function's result"):

@@ -18,6 +18,7 @@ import streamalloc as sa
 from streamalloc import ipc
 from tests.ipc.support import uses
 from tests.processes import SECONDS, Partner, There
+from tests.support import each_raises
 
 SIZE = 1 << 16
 Pair = tuple[ipc.Channel, ipc.Channel]
@@ -263,8 +264,7 @@ class TestProcesses:
             writing.send(buffer)
         writing.close()
         reading.recv_bytes()
-        with pytest.raises(EOFError):
-            reading.recv_bytes()
+        each_raises(EOFError, reading.recv_bytes)
         reading.close()
         assert uses(pool)
 

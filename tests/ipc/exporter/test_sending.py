@@ -12,7 +12,7 @@ from streamalloc import ipc
 from streamalloc.ipc.exporter.exports import Lease, exports_of
 from streamalloc.ipc.wire.descriptor import Descriptor
 from tests.ipc.support import shared_pool
-from tests.support import end_what_was_dropped, executed, filled, names, shows
+from tests.support import each_raises, end_what_was_dropped, executed, filled, names, shows
 
 pytestmark = pytest.mark.simulated_only("several drivers in one process, which stand for several processes")
 
@@ -110,10 +110,8 @@ def test_a_refused_announcement_sends_nothing(machine: Any, times: int) -> None:
         ipc.share(buffer)
         for _ in range(times):
             driver._target = len(driver.seen) + 2  # after the question before the query
-            with pytest.raises(sa.CudaError, match="cuStreamQuery"):
-                ipc.send(one, buffer)
-            with pytest.raises(TimeoutError):
-                two.receive(timeout=0)
+            each_raises(sa.CudaError, lambda: ipc.send(one, buffer), match="cuStreamQuery")
+            each_raises(TimeoutError, lambda: two.receive(timeout=0))
         assert driver.failed == ["cuStreamQuery"] * times
         ipc.send(one, buffer)
         opened = ipc.receive(two, stream=theirs, timeout=SECONDS)

@@ -100,8 +100,7 @@ class TestFromThere:
         with partner.take("growable", stream) as opened:
             assert isinstance(opened, ipc.ImportedRange)
             assert opened.nbytes == 5 * MiB and shows(opened, 5)
-            with pytest.raises(ValueError, match="another process"):
-                opened.evict()
+            each_raises(ValueError, opened.evict, match="another process")
 
 
 class TestPool:
@@ -240,8 +239,7 @@ class TestGrowableBuffer:
 
     def test_is_not_evicted_while_it_is_shared(self, buffer: vmm.GrowableBuffer) -> None:
         ipc.share(buffer)
-        with pytest.raises(sa.InUseError, match="exported"):
-            buffer.evict()
+        each_raises(sa.InUseError, buffer.evict, match="exported")
 
     def test_reopened_on_no_stream(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any) -> None:
         """It was opened on a stream, which is what waits for the owner also when that is not named again."""

@@ -129,8 +129,7 @@ class TestClose:
         cycle.append(cycle)
         del ring, cycle
         gc.collect()
-        with pytest.raises(sa.ClosedError):
-            slot.hand_off()
+        each_raises(sa.ClosedError, slot.hand_off)
         slot.give_back()
         partner.run(steps.take)
         assert partner.run(steps.shows_there, "item", 1)
@@ -145,8 +144,7 @@ class TestClose:
         steps.send(ring, 1)
         slot = ring.next()
         stream.close()
-        with pytest.raises(sa.ClosedError):
-            slot.hand_off()
+        each_raises(sa.ClosedError, slot.hand_off)
         del slot
         ring.close()
         partner.run(steps.take)
@@ -437,12 +435,10 @@ def test_several_rings_are_waited_for_together(another: Callable[[], Partner], o
             assert steps.all_of(item, 3)
     producers[0].kill()
     assert select.select(consumers, [], [], SECONDS)[0] == consumers[:1]
-    with pytest.raises(ipc.PeerGoneError):
-        consumers[0].next()
+    each_raises(ipc.PeerGoneError, consumers[0].next)
     for consumer in consumers:
         consumer.close()
-    with pytest.raises(sa.ClosedError):
-        consumers[1].fileno()
+    each_raises(sa.ClosedError, consumers[1].fileno)
 
 
 def test_one_loop_serves_several_rings(another: Callable[[], Partner], own: sa.Stream) -> None:
@@ -515,8 +511,7 @@ class TestProducerThatDies:
         for value in (2, 3):
             with consumer.next() as item:
                 assert steps.all_of(item, value) and not item.lost
-        with pytest.raises(ipc.PeerGoneError):
-            consumer.next()
+        each_raises(ipc.PeerGoneError, consumer.next)
 
     def test_before_it_has_filled(self, fills: Partner, consumer: RingConsumer, own: sa.Stream) -> None:
         """A stream that waits for the contents is let go, and the item says that they are lost."""
@@ -535,8 +530,7 @@ class TestProducerThatDies:
         assert steps.all_of(first, 1)
         for item in (second, first, third):
             item.release()
-        with pytest.raises(ipc.PeerGoneError):
-            consumer.next()
+        each_raises(ipc.PeerGoneError, consumer.next)
 
     def test_while_the_consumer_waits(self, fills: Partner, consumer: RingConsumer) -> None:
         with soon(lambda: os.kill(fills.pid, 9), 0.05), pytest.raises(ipc.PeerGoneError):

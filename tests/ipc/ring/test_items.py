@@ -173,8 +173,7 @@ class TestStreamOrder:
         """And goes on; nothing is lost by it."""
         steps.join(partner, ring)
         with stream.capture("relaxed"):
-            with pytest.raises(sa.CaptureError, match="capture"):
-                ring.next().hand_off()
+            each_raises(sa.CaptureError, lambda: ring.next().hand_off(), match="capture")
             with pytest.raises(sa.CaptureError), ring.next() as slot:
                 assert slot.nbytes == SIZE
             with pytest.raises(sa.CaptureError):
@@ -215,16 +214,13 @@ class TestArguments:
             Ring.producer(pool, SIZE, slots, stream=stream)
 
     def test_others(self, pool: sa.MemoryPool, stream: sa.Stream, ring: RingProducer) -> None:
-        with pytest.raises(TypeError, match="pool"):
-            Ring.producer(stream, SIZE, stream=stream)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="stream"):
-            Ring.producer(pool, SIZE, stream=None)  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: Ring.producer(stream, SIZE, stream=stream), match="pool")  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: Ring.producer(pool, SIZE, stream=None), match="stream")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="channel"):
             ring.add(5)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="channel"):
             Ring.consumer(5)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="ends"):
-            Ring()
+        each_raises(TypeError, Ring, match="ends")
         assert pool.statistics().used == 4 * SIZE
 
     def test_pool_that_cannot_be_shared(self, device: sa.Device, stream: sa.Stream) -> None:

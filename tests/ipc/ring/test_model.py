@@ -18,7 +18,7 @@ from streamalloc.ipc import Ring
 from tests.ipc.ring.support import settled
 from tests.ipc.support import refusing, shared_pool
 from tests.processes import SECONDS, eventually
-from tests.support import end_what_was_dropped, workout
+from tests.support import each_raises, end_what_was_dropped, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
@@ -191,8 +191,7 @@ class Model(RuleBasedStateMachine):
             self.handed_off += 1
             self.send((value, SIZE))
         elif how == "hand off":
-            with pytest.raises(ipc.PeerGoneError):
-                slot.hand_off()
+            each_raises(ipc.PeerGoneError, slot.hand_off)
             slot.give_back()
         elif how == "give back":
             slot.give_back()

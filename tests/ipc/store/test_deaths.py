@@ -198,11 +198,9 @@ class TestServer:
             weights.detach()
             weights.attach()
             assert holds(weights["all"], 1)
-            with pytest.raises(ipc.StoreGoneError):
-                writer.commit()
+            each_raises(ipc.StoreGoneError, writer.commit)
             writer.abort()
-            with pytest.raises(ipc.StoreGoneError, match="nobody serves a store"):
-                store.list()
+            each_raises(ipc.StoreGoneError, store.list, match="nobody serves a store")
             second = served()
             # The same object connects again.
             assert store.list() == []
@@ -230,8 +228,7 @@ class TestServer:
         monkeypatch.setattr(fcntl, "flock", end_and_lock)
         with ipc.Store.serve(name) as server:
             path = Path(server.address).with_suffix(".lock")
-            with pytest.raises(ipc.StoreBusyError):
-                ipc.Store.serve(name).close()
+            each_raises(ipc.StoreBusyError, lambda: ipc.Store.serve(name).close())
             assert path.exists()
         assert not path.exists()
 

@@ -19,7 +19,7 @@ from streamalloc.core.deferred import deferred_queue
 from streamalloc.testing import Gate
 from tests.ipc.support import refusing
 from tests.processes import eventually
-from tests.support import MiB, end_what_was_dropped, holds, workout
+from tests.support import MiB, each_raises, end_what_was_dropped, holds, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
@@ -254,8 +254,7 @@ class Model(RuleBasedStateMachine):
         missing = end - epoch.mapped
         more = pages(max(missing, epoch.mapped // 8)) if missing > 0 else 0
         if more and not self.has_room(more):
-            with pytest.raises(ipc.StoreFullError):
-                allocate()
+            each_raises(ipc.StoreFullError, allocate)
             return
         if refusing(self.drivers[0], fault, allocate) is None:
             assert not tensors.keys() & writer.keys() and self.listed() == self.expected()

@@ -258,8 +258,7 @@ class TestDescriptors:
         ends[0].send(b"next", [0])
         before = open_descriptors()
         with room_for(room):
-            with pytest.raises(OSError, match="more are needed"):
-                ends[1].receive()
+            each_raises(OSError, ends[1].receive, match="more are needed")
             data, (handle,) = ends[1].receive(timeout=0)
         handle.close()
         assert data == b"next" and open_descriptors() == before
@@ -542,8 +541,7 @@ class TestAddresses:
         listener = Channel.listen()
         with soon(listener.close), pytest.raises(ClosedError, match="listener"):
             listener.accept()
-        with pytest.raises(ClosedError, match="listener"):
-            listener.fileno()
+        each_raises(ClosedError, listener.fileno, match="listener")
 
     def test_a_forked_child_leaves_its_parent_s_listener_alone(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
