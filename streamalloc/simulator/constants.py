@@ -74,7 +74,7 @@ HIDDEN = -2
 NOWHERE = Place(Location.NONE, 0)
 HOST = Place(Location.HOST, 0)
 """Location under which the access rights of the host are stored: HOST and HOST_NUMA 0 have the same rights (observed on
-H200: test_mapping_access).
+H200: test_mappings).
 """
 
 

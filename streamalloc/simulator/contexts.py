@@ -52,7 +52,7 @@ def visible(text: str | None, uuids: Sequence[bytes]) -> list[int]:
     """Return the machine's numbers of the devices that ``text`` chooses, in its order. None: all devices.
 
     The first name without a device ends the list. A repeated device gives CUDA_ERROR_INVALID_DEVICE. The first name
-    determines whether all names are read as numbers or as ids (observed on H200: test_visible_devices).
+    determines whether all names are read as numbers or as ids (observed on H200: test_two_devices).
     """
     if text is None:
         return list(range(len(uuids)))
@@ -470,7 +470,7 @@ class QueueEvent:
         if shared and earlier is not None and earlier.stream is not stream:
             # The later one of two records of an event also runs later (observed on H200: test_streams).
             after += ((earlier.stream, earlier.seq),)
-            # Pools find earlier frees of the stream before that wait (observed on H200: test_reuse).
+            # Pools find earlier frees of the stream before that wait (observed on H200: test_placements).
             stream.submit(Operation())
         # The record of an interprocess event also orders the stream after the legacy stream (observed on H200:
         # test_placements).

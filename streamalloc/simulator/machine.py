@@ -226,7 +226,7 @@ class Machine:
         context.forget(stream)
         if not stream.operations:
             # When an idle stream is destroyed, pools learn of its frees as at a synchronisation (observed on H200:
-            # test_reuse).
+            # test_placements).
             self.synchronize(stream.done_with(), lambda: True, told=False)
         self.scheduler.retire(stream)
         if len(context.retired) > len(self.scheduler.streams) + 8:

@@ -164,7 +164,7 @@ class MappedExtent(Extent):
         """Return the access right that a query for HOST returns: that of device 0 or of the host, whichever was set
         last.
 
-        Observed on H200 (test_mapping_access), even for device memory, which the host can never use. Raises
+        Observed on H200 (test_mappings), even for device memory, which the host can never use. Raises
         :class:`NotModelled` if a device other than 0 has access.
         """
         if any(place.type == Location.DEVICE and place.id for place in self.rights):
@@ -175,7 +175,7 @@ class MappedExtent(Extent):
 def connected(mappings: list[MappedExtent]) -> list[MappedExtent]:
     """Return the mappings before the first hole.
 
-    cuMemSetAccess gives access only to these mappings, and reports no error (observed on H200: test_mapping_access).
+    cuMemSetAccess gives access only to these mappings, and reports no error (observed on H200: test_mappings).
     """
     hole = (at for at, (one, two) in enumerate(itertools.pairwise(mappings), 1) if one.end != two.base)
     return mappings[: next(hole, len(mappings))]

@@ -42,7 +42,7 @@ class Accessible:
         """Whether work of the device with this ordinal may use the pool's memory.
 
         Every device may use memory of a pool whose device this process does not see (observed on H200:
-        test_visible_devices).
+        test_two_devices).
         """
         return self.accessible(device) or self.device == constants.HIDDEN
 

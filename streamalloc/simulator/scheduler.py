@@ -203,7 +203,8 @@ class Queue:
 
         The driver finds it by a mark that the stream writes. The stream sends a mark only with its next command, after
         the operations that this command waits for. So operations at the end of a queue can be done although no mark
-        shows it. For an idle stream no mark is needed: all its operations count as done (observed on H200: test_reuse).
+        shows it. For an idle stream no mark is needed: all its operations count as done (observed on H200:
+        test_placements).
         """
         queue = self.operations
         if not any(operation.counts for operation in queue):
@@ -349,7 +350,7 @@ class Scheduler:
 
     def outlived(self, stream: int) -> int:
         """Return :data:`ALL` for a stream that was removed, because its frees count as run (observed on H200:
-        test_reuse); 0 for every other stream.
+        test_placements); 0 for every other stream.
         """
         return 0 if stream in self.streams else ALL
 

@@ -8,6 +8,8 @@ PINNED, MANAGED = 1, 2
 NO_HANDLE, POSIX_FD, WIN32, WIN32_KMT, FABRIC = 0, 1, 2, 4, 8
 # Members of CUmemAccess_flags.
 NO_ACCESS, READ, READWRITE = 0, 1, 3
+# Device 0 reads and writes, as cuMemSetAccess takes it.
+OWN = (DEVICE, 0, READWRITE)
 # Flags of cuStreamCreate and cuEventCreate.
 BLOCKING, NON_BLOCKING = 0, 1
 TIMED, UNTIMED, INTERPROCESS = 0, 2, 4

@@ -19,6 +19,7 @@ from tests.facts.enums import (
     HOST_NUMA_CURRENT,
     NO_HANDLE,
     NOWHERE,
+    OWN,
     POSIX_FD,
     READWRITE,
     WIN32,
@@ -206,9 +207,6 @@ assert raw.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
 """
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-OWN = (DEVICE, 0, READWRITE)
 
 
 class TestExport:

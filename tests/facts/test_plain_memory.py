@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.enums import BLOCKING, DEVICE, FABRIC, HOST, HOST_NUMA, NO_HANDLE, NON_BLOCKING, POSIX_FD, READWRITE
+from tests.facts.enums import (
+    BLOCKING,
+    DEVICE,
+    FABRIC,
+    HOST,
+    HOST_NUMA,
+    NO_HANDLE,
+    NON_BLOCKING,
+    OWN,
+    POSIX_FD,
+    READWRITE,
+)
 from tests.facts.support import PAGE, Answer, MiB, Rig, said, unreadable, value
 from tests.support import in_threads
 
@@ -296,7 +307,6 @@ class TestPlacement:
 
 
 BAD = "INVALID_VALUE"
-OWN = (DEVICE, 0, READWRITE)
 RANGE = 8 * PAGE
 
 # Answers that every kind below has in common.

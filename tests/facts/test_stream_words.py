@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.enums import DEVICE, LEGACY, NO_ACCESS, READ, READWRITE
+from tests.facts.enums import DEVICE, LEGACY, NO_ACCESS, OWN, READ, READWRITE
 from tests.facts.support import PAGE, UNRESERVED, MiB, Rig, said, value
 from tests.facts.teams import Contexts
 from tests.support import in_threads
@@ -139,7 +139,7 @@ def test_a_batch_is_one_node_of_a_graph(words: Words) -> None:
     assert (words.read(0), words.read(4)) == (3, 4)
 
 
-OWN, SECOND = (DEVICE, 0, READWRITE), (DEVICE, 1, READWRITE)
+SECOND = (DEVICE, 1, READWRITE)
 AT_LEAST, EQUAL, AND, NOR, FLUSH_FIRST = 0, 1, 2, 3, 1 << 30
 
 

@@ -1,4 +1,4 @@
-"""Libraries that allocate from our memory: from handles of pools, and by callbacks."""
+"""Libraries that allocate from our memory: from handles of pools, and by callbacks; also for another process."""
 
 import contextlib
 import gc
@@ -26,6 +26,9 @@ from streamalloc.testing import Faults, Gate
 from tests.interop.conftest import Get
 from tests.interop.libraries import LIBRARIES, Library
 from tests.interop.standins import STANDINS
+from tests.ipc.conftest import partner, processes  # noqa: F401  (fixtures)
+from tests.ipc.support import shared_pool
+from tests.processes import Partner, holds_there
 from tests.support import GROWTH, KEEP, MiB, captured, each_raises, holds, in_threads, later_memory_is_whole
 
 N = 2 * MiB
@@ -40,6 +43,13 @@ def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
 def used(pool: sa.MemoryPool) -> int:
     gc.collect()
     return pool.statistics().used
+
+
+def ended(library: Library, bridge: interop.Bridge, device: sa.Device) -> None:
+    """Have the library drop and give back what it keeps, once all work is done."""
+    gc.collect()
+    library.finish(bridge)
+    device.synchronize()
 
 
 class ByHandle:
@@ -87,9 +97,7 @@ class TestStartAndStop:
         library.fill(array, 9)
         assert library.holds(array, 9)
         del array, before, after
-        gc.collect()
-        library.finish(bridge)
-        device.synchronize()
+        ended(library, bridge, device)
         assert used(pool) == 0
 
     @pytest.mark.parametrize("threshold", [0, 5 * MiB])
@@ -201,9 +209,7 @@ class TestOrder:
             device.synchronize()
             assert not ordered.fills_without_waiting or ordered.holds(other, 2, two)
             del other
-            gc.collect()
-            ordered.finish(bridge)
-            device.synchronize()
+            ended(ordered, bridge, device)
             assert used(pool) == 0
 
     @pytest.mark.gpus(2)
@@ -373,9 +379,7 @@ class TestOutOfMemory:
             other = library.make(N)
             assert library.holds(kept, 5)
             del kept, other
-            gc.collect()
-            library.finish(bridge)
-            device.synchronize()
+            ended(library, bridge, device)
 
 
 class Broken:
@@ -425,9 +429,7 @@ class TestKindsOfMemory:
                 library.fill(array, value, stream)
                 assert library.holds(array, value, stream)
                 del array
-        gc.collect()
-        library.finish(bridge)
-        device.synchronize()
+        ended(library, bridge, device)
 
     def test_the_cache_serves_streams_of_libraries(self, get: Get, traced: Any, cache: sa.CachingAllocator) -> None:
         library = get("cupy")
@@ -460,9 +462,7 @@ class TestKindsOfMemory:
                 device.synchronize()
                 assert library.holds(array, 6, stream)
             del array
-        gc.collect()
-        library.finish(bridge)
-        device.synchronize()
+        ended(library, bridge, device)
         assert group.mapped_bytes == group.backup.used == 0
 
 
@@ -671,9 +671,7 @@ class TestThreads:
         for thread in threads:
             thread.join()
         assert errors == []
-        gc.collect()
-        library.finish(bridge)
-        device.synchronize()
+        ended(library, bridge, device)
         device.synchronize()
         assert used(pool) == 0
 
@@ -761,7 +759,7 @@ def test_memory_of_a_simulated_driver_is_refused(
 
 
 def test_all_of_them_at_once_under_a_checked_driver(
-    get: Get, checker: Any, device: sa.Device, pool: sa.MemoryPool
+    get: Get, checker: Any, pool: sa.MemoryPool, device: sa.Device
 ) -> None:
     """Each allocates from one pool while the others do; nothing is left, and nothing is freed twice."""
     libraries = [get(name) for name in ("cupy", "torch", "numba")]
@@ -779,3 +777,31 @@ def test_all_of_them_at_once_under_a_checked_driver(
         library.finish(bridge)
     device.synchronize()
     assert pool.statistics().used == 0
+
+
+# -- arrays of libraries in memory of ours, opened by another process -------------------------------------------------
+
+
+def test_two_libraries_share_one_pool_while_another_process_opens_their_arrays(
+    get: Get,
+    device: sa.Device,
+    partner: Partner,  # noqa: F811
+) -> None:
+    with shared_pool(device) as pool:
+        libraries = [get("cupy"), get("torch")]
+        bridges = [library.use(pool, callbacks=False) for library in libraries]
+        arrays = [library.make(3 * MiB) for library in libraries]
+        assert pool.statistics().used >= 6 * MiB
+        for value, (library, array) in enumerate(zip(libraries, arrays, strict=True), 5):
+            library.fill(array, value)
+        for value, array in enumerate(arrays, 5):
+            opened = partner.give(array, f"array {value}")
+            assert (opened.kind, opened.nbytes) == ("ImportedBuffer", 3 * MiB)
+            assert partner.run(holds_there, f"array {value}", value)
+        partner.reset()
+        del array, arrays
+        gc.collect()
+        for library, bridge in zip(libraries, bridges, strict=True):
+            library.finish(bridge)
+        device.synchronize()
+        assert pool.statistics().used == 0

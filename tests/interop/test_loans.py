@@ -63,24 +63,20 @@ class TestLent:
         assert used(pool, device) == 0
 
     @pytest.mark.parametrize("name", LEND)
-    def test_lives_as_long_as_the_array(
-        self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, name: str
-    ) -> None:
+    def test_lives_as_long_as_the_array(self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, name: str) -> None:
         library = get(name)
         buffer = pool.allocate(1000, stream)
         buffer.fill(9)
         array = LEND[name](library, buffer)
         del buffer
-        assert used(pool, device) == 1000
+        assert used(pool, stream.device) == 1000
         assert library.holds(array, 9)
         library.fill(array, 4)
         assert library.holds(array, 4)
         del array
-        assert used(pool, device) == 0
+        assert used(pool, stream.device) == 0
 
-    def test_the_library_waits_for_us(
-        self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, gate: Gate
-    ) -> None:
+    def test_the_library_waits_for_us(self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
         library = get("cupy")
         theirs = library.stream()
         buffer = pool.allocate(4096, stream)

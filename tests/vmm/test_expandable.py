@@ -194,12 +194,10 @@ class TestMemory:
                 each.synchronize()
         assert cache.statistics().reserved_high <= 1.03 * 320 * MiB + 4 * MiB
 
-    def test_of_a_stream_that_ended_serves_others(
-        self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream
-    ) -> None:
-        with device.create_stream() as short:
+    def test_of_a_stream_that_ended_serves_others(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        with stream.device.create_stream() as short:
             cache.allocate(64 * MiB, short).free()
-        device.synchronize()
+        stream.device.synchronize()
         with cache.allocate(64 * MiB, stream) as buffer:
             assert cache.statistics().reserved_high == 64 * MiB
             buffer.fill(1)
@@ -552,9 +550,7 @@ class TestLocks:
             world.cache.close()
             world.one.close()
 
-    def test_two_threads_that_need_memory_get_it_from_the_cache(
-        self, device: sa.Device, pool: sa.MemoryPool, other: sa.Stream
-    ) -> None:
+    def test_two_threads_that_need_memory_get_it_from_the_cache(self, pool: sa.MemoryPool, other: sa.Stream) -> None:
         found: list[sa.Buffer] = []
 
         def allocate(cache: vmm.ExpandableCache) -> None:

@@ -1,4 +1,4 @@
-"""Mappings: where memory can be mapped, aliases, and memory of the host."""
+"""Mappings: where memory can be mapped, aliases, memory of the host, and access to them."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import holds, names, pattern
+from tests.support import Account, each_raises, holds, in_threads, names, pattern, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, same
 
 
@@ -194,3 +195,346 @@ class TestInterchange:
             mapping.as_array()[:] = 7
             array = np.from_dlpack(mapping)
             assert array.ctypes.data == mapping.address and (array == 7).all()
+
+
+# -- access to mappings: granting, lowering and revoking, all or nothing, and the work that comes before --------------
+
+
+NUMA = sa.MemLocation.host_numa(0)
+
+
+@pytest.fixture
+def bare(device: sa.Device) -> Iterator[vmm.AddressRange]:
+    """Four pages of addresses, of which the first three are mapped and nobody has access: ``000.``."""
+    with vmm.AddressRange(4 * PAGE) as addresses:
+        for place in range(3):
+            with vmm.PhysicalMemory(device, PAGE) as memory:
+                addresses.map(memory, place * PAGE)
+        yield addresses
+
+
+class TestGrant:
+    def test_nobody_has_it_by_itself(self, device: sa.Device, bare: vmm.AddressRange) -> None:
+        mapping = bare.mappings[0]
+        assert mapping.rights == {} and mapping.access(device) == NONE
+        assert not mapping.device_accessible and not mapping.host_accessible
+        each_raises(
+            ValueError,
+            lambda: mapping.fill(1),
+            lambda: read(mapping),
+            lambda: mapping.__dlpack__(),
+            lambda: mapping.__cuda_array_interface__,
+            match=r"nobody has access.*set_access",
+        )
+
+    @pytest.mark.parametrize(
+        ("access", "expected"),
+        [
+            (lambda device: device, READWRITE),
+            (lambda device: device.location, READWRITE),
+            (lambda device: [device], READWRITE),
+            (lambda device: (device.location, device), READWRITE),
+            (lambda device: {device: READ}, READ),
+            (lambda device: {device.location: READWRITE}, READWRITE),
+            (lambda device: {device: NONE}, NONE),
+            (lambda device: iter([device]), READWRITE),
+            (lambda device: None, NONE),
+            (lambda device: [], NONE),
+            (lambda device: {}, NONE),
+        ],
+    )
+    def test_ways_to_say_it(
+        self, device: sa.Device, access: Callable[[sa.Device], Any], expected: sa.MemAccess
+    ) -> None:
+        with vmm.AddressRange(2 * PAGE) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
+            one, two = addresses.map(memory, access=access(device)), addresses.map(memory, PAGE)
+            two.set_access(access(device))
+            for mapping in (one, two):
+                assert mapping.access(device) == mapping.access(device.location) == expected
+                assert mapping.rights == ({device.location: expected} if expected else {})
+                assert mapping.device_accessible is bool(expected)
+
+    @pytest.mark.parametrize(
+        ("access", "error", "words"),
+        [
+            (0, TypeError, "access"),
+            ("device", TypeError, "access"),
+            ([0.5], TypeError, "access"),
+            ({sa.MemLocation.device(0): 3}, TypeError, "MemAccess"),
+            ({sa.MemLocation.device(0): None}, TypeError, "MemAccess"),
+            (sa.MemLocation.device(99), ValueError, "id=99"),
+            ([sa.MemLocation.device(0), sa.MemLocation.device(99)], ValueError, "id=99"),
+        ],
+    )
+    def test_bad_arguments(
+        self, traced: Any, device: sa.Device, access: Any, error: type[Exception], words: str
+    ) -> None:
+        with vmm.AddressRange(2 * PAGE, driver=traced) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
+            mapping = addresses.map(memory)
+            each_raises(
+                error,
+                lambda: mapping.set_access(access),
+                lambda: addresses.map(memory, PAGE, access=access),
+                lambda: addresses.set_access(access, stop=PAGE),
+                match=words,
+            )
+            assert len(addresses.mappings) == 1 and memory.mapping_count == 1
+        assert names(traced, "cuMemSetAccess") == [] and len(names(traced, "cuMemMap")) == 1
+
+    def test_devices_of_another_driver(self, device: sa.Device, bare: vmm.AddressRange) -> None:
+        other = sa.Device(0, driver=sd.simulated())
+        with vmm.PhysicalMemory(device, PAGE) as memory:
+            each_raises(
+                ValueError,
+                lambda: bare.mappings[0].access(other),
+                lambda: bare.mappings[0].set_access(other),
+                lambda: bare.map(memory, 3 * PAGE, access={other: READ}),
+                match="belongs to another driver",
+            )
+
+    @pytest.mark.parametrize("who", [HOST, NUMA])
+    @pytest.mark.parametrize("flags", [READ, READWRITE])
+    def test_the_host_gets_no_device_memory(
+        self, device: sa.Device, bare: vmm.AddressRange, who: sa.MemLocation, flags: sa.MemAccess
+    ) -> None:
+        first = bare.mappings[0]
+        with pytest.raises(sa.NotSupportedError, match="host can only be given access to host memory"):
+            first.set_access(who, flags)
+        assert first.rights == {} and first.access(who) == NONE
+        with vmm.PhysicalMemory(device, PAGE) as memory:
+            asked: list[Any] = [{who: flags}, {device: READWRITE, who: flags}]
+            for access in asked:
+                with pytest.raises(sa.NotSupportedError):
+                    bare.map(memory, 3 * PAGE, access=access)
+                assert bare.draw() == "000." and memory.mapping_count == 0
+            bare.map(memory, 3 * PAGE, access=device)
+
+    def test_all_or_nothing(self, device: sa.Device, bare: vmm.AddressRange) -> None:
+        bare.set_access(device, READ, stop=3 * PAGE)
+        with pytest.raises(sa.NotSupportedError):
+            bare.set_access({device: READWRITE, HOST: READWRITE}, stop=3 * PAGE)
+        for mapping in bare.mappings:
+            assert mapping.access(device) == READ and mapping.rights == {device.location: READ}
+
+
+class _Halfway:
+    """A driver that may refuse access as a whole when it has set some of it, as driver 580 does."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self.fails = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def cuMemSetAccess(self, address: Any, nbytes: int, *access: Any) -> Any:
+        if not self.fails:
+            return self._driver.cuMemSetAccess(address, nbytes, *access)
+        self.fails = False
+        assert nbytes == 3 * PAGE and not self._driver.cuMemSetAccess(address, PAGE, *access)[0]
+        return (self._driver.CUresult.CUDA_ERROR_UNKNOWN,)
+
+
+def test_what_was_set_before_a_refusal_is_taken_back(machine: Any) -> None:
+    driver = _Halfway(machine)
+    device = sa.Device(0, driver=driver)
+    with vmm.AddressRange(3 * PAGE, driver=driver) as addresses:
+        for place in range(3):
+            with vmm.PhysicalMemory(device, PAGE) as memory:
+                addresses.map(memory, place * PAGE)
+        addresses.set_access(device)
+        driver.fails = True
+        with pytest.raises(sa.CudaError, match="cuMemSetAccess answered"):
+            addresses.set_access(device, READ)
+        assert [mapping.access(device) for mapping in addresses.mappings] == [READWRITE] * 3
+
+
+class TestPart:
+    def test_of_a_range(self, device: sa.Device, bare: vmm.AddressRange) -> None:
+        bare.set_access(device, start=PAGE, stop=3 * PAGE)
+        assert [mapping.access(device) for mapping in bare.mappings] == [NONE, READWRITE, READWRITE]
+        bare.set_access(device, READ, start=2 * PAGE, stop=3 * PAGE)
+        assert [mapping.access(device) for mapping in bare.mappings] == [NONE, READWRITE, READ]
+        bare.set_access({device: NONE}, stop=2 * PAGE)
+        assert [mapping.access(device) for mapping in bare.mappings] == [NONE, NONE, READ]
+
+    @pytest.mark.parametrize(
+        ("part", "says"),
+        [
+            *(
+                (part, "nothing is mapped")
+                for part in [(0, None), (2 * PAGE, 4 * PAGE), (3 * PAGE, 4 * PAGE), (0, 4 * PAGE)]
+            ),
+            *((part, "cuts a mapping") for part in [(0, PAGE + 1), (1, 2 * PAGE), (0, PAGE // 2), (PAGE - 1, PAGE)]),
+        ],
+    )
+    def test_that_is_none(self, device: sa.Device, bare: vmm.AddressRange, part: tuple[Any, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            bare.set_access(device, start=part[0], stop=part[1])
+        assert all(mapping.access(device) == NONE for mapping in bare.mappings)
+
+    def test_of_mappings_with_different_access(self, device: sa.Device, bare: vmm.AddressRange) -> None:
+        """The least that any of them allows is what the whole allows."""
+        for mapping, flags in zip(bare.mappings, (READWRITE, READ, READWRITE), strict=True):
+            mapping.set_access(device, flags)
+        whole, last = bare.view(0, 3 * PAGE), bare.view(2 * PAGE, 3 * PAGE)
+        last.fill(4)
+        with pytest.raises(sa.InvalidValueError, match="may only read"):
+            whole.fill(1)
+        assert whole.__cuda_array_interface__["data"][1] and not last.__cuda_array_interface__["data"][1]
+        assert (read(whole)[2 * PAGE :] == 4).all()
+        bare.mappings[1].revoke(device)
+        with pytest.raises(ValueError, match="nobody has access"):
+            whole.fill(1)
+
+
+class TestReadOnly:
+    def test_reads_and_does_not_write(self, device: sa.Device, bare: vmm.AddressRange) -> None:
+        one, two, _ = bare.mappings
+        for mapping in (one, two):
+            mapping.set_access(device)
+            mapping.fill(7)
+        one.set_access(device, READ)
+        two.copy_from(one)
+        each_raises(
+            sa.InvalidValueError,
+            lambda: one.fill(1),
+            lambda: one.copy_from(two),
+            lambda: one[8:12].fill(1, width=4),
+            match=f"{device.location} may only read",
+        )
+        assert holds(one, 7)
+        one.set_access(device)
+        one.fill(8)
+        assert holds(one, 8)
+
+
+class TestWaiting:
+    """Work that uses the memory has to pass before access to it is taken away."""
+
+    WAITS = ("cuMemFree", "cuStreamSynchronize", "cuEventSynchronize")
+
+    @pytest.mark.parametrize(
+        ("before", "now", "waits"),
+        [
+            (READWRITE, NONE, ["cuMemFree"]),
+            (READWRITE, READ, ["cuMemFree"]),
+            (READ, NONE, ["cuMemFree"]),
+            (READ, READWRITE, []),
+            (READWRITE, READWRITE, []),
+            (NONE, READWRITE, []),
+            (NONE, NONE, []),
+        ],
+    )
+    def test_only_where_it_is_taken(
+        self, account: Account, before: sa.MemAccess, now: sa.MemAccess, waits: list[str]
+    ) -> None:
+        device = account.device
+        with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
+            mapping = addresses.map(memory, access={device: before})
+            done = len(account.calls(*self.WAITS))
+            mapping.set_access(device, now)
+            assert account.calls(*self.WAITS)[done:] == waits
+            assert mapping.access(device) == now
+
+    def test_for_what_it_is_told(self, account: Account) -> None:
+        device = account.device
+        with (
+            device.create_stream() as stream,
+            stream.record() as event,
+            vmm.AddressRange(PAGE, driver=account.driver) as addresses,
+            vmm.PhysicalMemory(device, PAGE) as memory,
+        ):
+            mapping = addresses.map(memory)
+            for after, waits in (
+                ((), []),
+                ([], []),
+                (stream, ["cuStreamSynchronize"]),
+                (event, ["cuEventSynchronize"]),
+                ([stream, event], ["cuStreamSynchronize", "cuEventSynchronize"]),
+                (iter([event]), ["cuEventSynchronize"]),
+                ({stream}, ["cuStreamSynchronize"]),
+                (None, ["cuEventSynchronize", "cuMemFree"]),
+            ):
+                mapping.set_access(device)
+                done = len(account.calls(*self.WAITS))
+                mapping.revoke(device, after=after)
+                assert account.calls(*self.WAITS)[done:] == waits
+
+    @pytest.mark.parametrize("after", [3, "stream", [None], [3]])
+    def test_for_what_is_none(self, device: sa.Device, bare: vmm.AddressRange, after: Any) -> None:
+        mapping = bare.mappings[0]
+        mapping.set_access(device)
+        each_raises(TypeError, lambda: mapping.revoke(device, after=after), lambda: mapping.close(after))
+        assert mapping.access(device) == READWRITE
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda mapping, device: mapping.close(),
+            lambda mapping, device: mapping.revoke(device),
+            lambda mapping, device: mapping.range.unmap(),
+        ],
+    )
+    def test_for_all_work_in_a_capture(
+        self, device: sa.Device, bare: vmm.AddressRange, stream: sa.Stream, use: Callable[..., None]
+    ) -> None:
+        """The device is waited for without a call that the capture forbids, and the capture goes on."""
+        mapping = bare.mappings[0]
+        mapping.set_access(device)
+        with stream.capture() as graph:
+            use(mapping, device)
+            assert mapping.closed or mapping.access(device) == NONE
+        assert graph.nodes == []
+        graph.close()
+
+    def test_beside_a_capture_of_an_unknown_stream(self, raw: Any, device: sa.Device) -> None:
+        """The host waits for the device without a call that ends captures of the context."""
+        mode = raw.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _, theirs = raw.cuStreamCreate(1)
+        with vmm.GrowableBuffer(device, 2 * PAGE, PAGE) as buffer, vmm.SleepGroup(device) as group:
+            group.add(buffer)
+            assert raw.cuStreamBeginCapture(theirs, mode)[0] == 0
+            for end in (group.sleep, group.wake, buffer.close):
+                in_threads(end)
+            ended, graph = raw.cuStreamEndCapture(theirs)
+            assert (ended, int(graph) != 0) == (0, True)
+            raw.cuGraphDestroy(graph)
+        raw.cuStreamDestroy(theirs)
+
+
+@pytest.mark.gpus(2)
+class TestTwoDevices:
+    @pytest.fixture
+    def halves(self, device: sa.Device, peer: sa.Device) -> Iterator[vmm.AddressRange]:
+        """A page of each device side by side, for nobody."""
+        with vmm.AddressRange(2 * PAGE) as addresses:
+            for place, owner in enumerate((device, peer)):
+                with vmm.PhysicalMemory(owner, PAGE) as memory:
+                    addresses.map(memory, place * PAGE)
+            yield addresses
+
+    def test_side_by_side(self, device: sa.Device, peer: sa.Device, halves: vmm.AddressRange) -> None:
+        halves.set_access([device, peer])
+        whole, (mine, theirs) = halves.view(), halves.mappings
+        assert (mine.location, theirs.location) == (device.location, peer.location)
+        assert (mine.stream.device, theirs.stream.device) == (device, peer)
+        with peer.create_stream() as stream:
+            whole.fill(3, stream)  # across the seam, by the one that has the second half
+            stream.synchronize()
+        assert holds(mine, 3) and holds(theirs, 3) and holds(whole, 3)
+        whole[PAGE - 8 : PAGE + 8].fill(4)
+        device.synchronize()
+        assert read(mine)[-9:].tolist() == [3] + 8 * [4] and read(theirs)[:9].tolist() == 8 * [4] + [3]
+
+    def test_taken_from_one(self, account: Account) -> None:
+        """Only the device that loses access is waited for."""
+        one, two = (sa.Device(ordinal, driver=account.driver) for ordinal in (0, 1))
+        with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(one, PAGE) as memory:
+            mapping = addresses.map(memory, access=[one, two])
+            recorded = len(account.calls("cuMemFree"))
+            mapping.revoke(two)
+            assert len(account.calls("cuMemFree")) == recorded + 1
+            assert mapping.rights == {one.location: READWRITE}
+            assert (mapping.access(one), mapping.access(two)) == (READWRITE, NONE)
+            mapping.fill(1)

@@ -437,11 +437,9 @@ class TestStreamOrder:
         assert array.closed and executed(first)
 
     @pytest.mark.parametrize("count", [1, 2])
-    def test_used_again_without_the_host(
-        self, traced: Any, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream, count: int
-    ) -> None:
+    def test_used_again_without_the_host(self, traced: Any, tiles: vmm.TilePool, stream: sa.Stream, count: int) -> None:
         """The host never waits, and a stream waits only for another one."""
-        with device.create_stream() as other, vmm.SparseArray(device, (1024, 2048)) as array:
+        with stream.device.create_stream() as other, vmm.SparseArray(stream.device, (1024, 2048)) as array:
             for one in [stream, stream if count == 1 else other, stream]:
                 array.map(tiles, stream=one)
                 array.unmap(stream=one)
@@ -470,13 +468,11 @@ class TestStreamOrder:
             gate.open()
             assert executed(three)
 
-    def test_a_map_that_fails_holds_no_memory(
-        self, faults: Faults, checker: Any, device: sa.Device, stream: sa.Stream
-    ) -> None:
+    def test_a_map_that_fails_holds_no_memory(self, faults: Faults, checker: Any, stream: sa.Stream) -> None:
         """The pool's memory goes when that is closed, as it has no tiles of it."""
         faults.fail("cuMemMapArrayAsync", result="CUDA_ERROR_UNKNOWN")
-        with vmm.SparseArray(device, (256, 256)) as array:
-            pool = vmm.TilePool(device, PAGE)
+        with vmm.SparseArray(stream.device, (256, 256)) as array:
+            pool = vmm.TilePool(stream.device, PAGE)
             with pytest.raises(sa.CudaError, match="cuMemMapArrayAsync answered"):
                 array.map(pool, stream=stream)
             pool.close()

@@ -263,7 +263,7 @@ class ContextCalls(Calls):
         check(hEvent.context is hCtx, Result.CUDA_ERROR_INVALID_HANDLE)
         self._no_stream_captures(hCtx)
         # The record has no order with other streams. So a host that waits for such an event does not make frees in
-        # those streams reusable (observed on H200: test_reuse).
+        # those streams reusable (observed on H200: test_placements).
         hEvent.record_in(hCtx.marks, hCtx.unfinished())
 
     # -- peers -----------------------------------------------------------------------------------------------

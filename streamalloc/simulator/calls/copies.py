@@ -289,7 +289,7 @@ class CopyCalls(VirtualMemoryCalls):
     def _finish(self, stream: Queue) -> None:
         """Wait for the submitted copy, without the effect that a synchronising call has on pools.
 
-        Memory freed before the copy does not become reusable for other streams (observed on H200: test_reuse's
+        Memory freed before the copy does not become reusable for other streams (observed on H200: test_placements's
         test_another_stream_reuses_after).
         """
         seq = stream.seq

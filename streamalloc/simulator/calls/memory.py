@@ -212,7 +212,7 @@ class MemoryCalls(VirtualMemoryCalls):
             not_modelled(mapping.is_multicast, "cuMemGetAddressRange of a multicast object")
             check(right_of_current(self, mapping, "ACCESS_FLAGS"), Result.CUDA_ERROR_NOT_FOUND)
             if mapping.memory.properties.device is None:
-                # The driver returns no base address for mapped host memory (observed on H200: test_mapping_access).
+                # The driver returns no base address for mapped host memory (observed on H200: test_mappings).
                 base = 0
         return cuda.CUdeviceptr(base), allocation.size
 

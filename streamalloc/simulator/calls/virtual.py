@@ -347,7 +347,7 @@ class VirtualMemoryCalls(Calls):
                 if unknown and not self.has_access(place.id, owner or 0):
                     raise NotModelled("cuMemSetAccess for a device that has no access to the other's memory")
                 # The host cannot get access to device memory. This refusal does not undo the grants of earlier entries
-                # (observed on H200: test_mapping_access).
+                # (observed on H200: test_mappings).
                 check(not (flags and place.device is None and owner is not None), Result.CUDA_ERROR_NOT_SUPPORTED)
                 mapping.grant(place, flags)
 
@@ -373,7 +373,7 @@ class VirtualMemoryCalls(Calls):
             check(0 <= place.id < len(self.devices))
             return device_place(place.id), flags
         check(place.type in (Location.HOST, Location.HOST_NUMA))
-        # The driver also accepts the number of a NUMA node that does not exist (observed on H200: test_mapping_access).
+        # The driver also accepts the number of a NUMA node that does not exist (observed on H200: test_mappings).
         return (place if place.type == Location.HOST_NUMA and place.id else HOST), flags
 
     def cuMemGetAccess(self, location: cuda.CUmemLocation, ptr: DevicePointer) -> int:

@@ -27,6 +27,12 @@ def fill(space: vmm.PageSpace, indices: Iterable[int], add: int = 1) -> None:
         page(space, index).fill(index + add)
 
 
+def commit_filled(space: vmm.PageSpace, indices: Collection[int]) -> None:
+    """Commit pages, and fill each with its index and one."""
+    space.commit(indices)
+    fill(space, indices)
+
+
 def values(space: vmm.PageSpace, parked: Collection[int] = ()) -> list[int]:
     """The value of the samples of each page, whose bytes are all the same; 0 for pages that are being cleared."""
     found: list[int] = []

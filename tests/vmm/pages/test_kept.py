@@ -17,7 +17,7 @@ from streamalloc.vmm.pages.places import Parking
 from tests.interrupting import Interrupt, Interrupted, lost_one
 from tests.support import Account, every, executed, in_a_thread, names, pending, read, soon
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, mapping, page, settled, values
+from tests.vmm.pages.support import commit_filled, mapping, page, settled, values
 from tests.vmm.support import PAGE
 
 EMPTY = [0] * PAGES
@@ -63,8 +63,7 @@ def test_releases_do_not_pile_up(space: vmm.PageSpace, gate: Gate, other: sa.Str
 
 class TestZeros:
     def test_come_in_the_order_of_the_stream(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
-        space.commit([2, 3])
-        fill(space, [2, 3])
+        commit_filled(space, [2, 3])
         space.stream.synchronize()
         both = space[2 * PAGE : 4 * PAGE]
         before, after = np.zeros((2, 2 * PAGE), np.uint8)
@@ -90,8 +89,7 @@ class TestZeros:
         return gate
 
     def test_are_seen_by_the_stream_of_the_space(self, space: vmm.PageSpace, held: Gate) -> None:
-        space.commit(range(PAGES))
-        fill(space, range(PAGES))
+        commit_filled(space, range(PAGES))
         space.stream.synchronize()
         space.release(range(PAGES), after=())
         assert pending(space.stream)
@@ -124,8 +122,7 @@ class TestZeros:
         self, space: vmm.PageSpace, device: sa.Device, gate: Gate, other: sa.Stream, after: Any
     ) -> None:
         """No call on the pages is between, and the reader is any stream."""
-        space.commit(range(PAGES))
-        fill(space, range(PAGES))
+        commit_filled(space, range(PAGES))
         space.stream.synchronize()
         gate.hold(other)
         space.release(range(PAGES), after=after and other.record())
@@ -150,8 +147,7 @@ class TestZeros:
     ) -> None:
         """The pages of the others are unmapped after their work."""
         monkeypatch.setattr("streamalloc.vmm.pages.places._STREAMS", 2)
-        space.commit(range(4))
-        fill(space, range(4))
+        commit_filled(space, range(4))
         space.stream.synchronize()
         gate.hold(other)
         for one in range(4):
@@ -168,8 +164,7 @@ class TestZeros:
     ) -> None:
         """The pages are unmapped instead, or another record stands for the zeros."""
         stream = space.stream
-        space.commit([1, 3])
-        fill(space, [1, 3])
+        commit_filled(space, [1, 3])
         stream.synchronize()
         # The second record is that after the zeros.
         faults.fail(call, 2, result="CUDA_ERROR_UNKNOWN")
@@ -247,13 +242,11 @@ class TestTaken:
             space.commit(1)
             assert arena.statistics() == (1, 0, 0, 0)
 
-    def test_if_others_have_no_memory(
-        self, faults: Faults, device: sa.Device, arena: vmm.PageArena, space: vmm.PageSpace
-    ) -> None:
+    def test_if_others_have_no_memory(self, faults: Faults, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
         faults.fail("cuMemCreate", 3)
         space.commit(range(2))
         space.release(range(2), after=())
-        with vmm.PhysicalMemory(device, PAGE):
+        with vmm.PhysicalMemory(space.device, PAGE):
             assert settled(arena) == (0, 0, 0)
             assert values(space) == EMPTY
 
@@ -271,8 +264,7 @@ class TestRelease:
     def test_does_not_wait(
         self, arena: vmm.PageArena, space: vmm.PageSpace, gate: Gate, other: sa.Stream, name: str
     ) -> None:
-        space.commit([2, 3])
-        fill(space, [2, 3])
+        commit_filled(space, [2, 3])
         space.stream.synchronize()
         seen = np.zeros(2 * PAGE, np.uint8)
         gate.hold(other)
@@ -344,8 +336,7 @@ class TestAgain:
             arena.space(PAGES * PAGE, stream=stream) as space,
             vmm.HostTier(device) as tier,
         ):
-            space.commit(range(5))
-            fill(space, range(5))
+            commit_filled(space, range(5))
             space.swap_out([0, 1], tier)
             space.commit([8])
             space.alias(9, space, 4)

@@ -14,7 +14,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
 from tests.support import MiB, each_raises, end_what_was_dropped, holds, names, pending, soon
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, mapping, page, settled, values
+from tests.vmm.pages.support import commit_filled, mapping, page, settled, values
 from tests.vmm.support import PAGE
 
 EMPTY = [0] * PAGES
@@ -199,11 +199,9 @@ def test_a_copy_that_nothing_can_wait_for_keeps_its_addresses_and_pages(machine:
         end_what_was_dropped()
 
 
-def test_a_copy_while_another_thread_captures(
-    device: sa.Device, arena: vmm.PageArena, stream: sa.Stream, space: vmm.PageSpace
-) -> None:
-    raw: Any = device.driver
-    with device.create_stream() as theirs, ThreadPoolExecutor(1) as other:
+def test_a_copy_while_another_thread_captures(arena: vmm.PageArena, stream: sa.Stream, space: vmm.PageSpace) -> None:
+    raw: Any = stream.device.driver
+    with stream.device.create_stream() as theirs, ThreadPoolExecutor(1) as other:
         space.commit(0)
         space[:PAGE].fill(1)
         space.alias(1, space, 0)
@@ -218,8 +216,7 @@ def test_a_copy_while_another_thread_captures(
 
 def test_a_write_to_a_released_page_is_reported(checker: Any, space: vmm.PageSpace) -> None:
     """The driver accepts it, and whoever commits the page next would find it in place of zeros."""
-    space.commit([0, 1])
-    fill(space, [0, 1])
+    commit_filled(space, [0, 1])
     space.release([0], after=space.stream)
     page(space, 1).fill(1)
     assert values(space) == [0, 1] + 14 * [0] and checker.hazards == []

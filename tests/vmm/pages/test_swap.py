@@ -18,7 +18,7 @@ from streamalloc.testing import Faults, Gate
 from tests.processes import eventually
 from tests.support import each_raises, names, pending, read, soon
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, settled, values
+from tests.vmm.pages.support import commit_filled, fill, settled, values
 from tests.vmm.support import PAGE
 
 AnyTier: TypeAlias = vmm.HostTier | vmm.DiskTier
@@ -56,8 +56,7 @@ def test_neither_way_makes_the_host_wait(space: vmm.PageSpace, host: vmm.HostTie
 def test_swap_out_parks_the_pages_for_other_work(
     space: vmm.PageSpace, host: vmm.HostTier, gate: Gate, other: sa.Stream, given: Callable[[sa.Stream], Any]
 ) -> None:
-    space.commit([1, 2])
-    fill(space, [1, 2])
+    commit_filled(space, [1, 2])
     space.stream.synchronize()
     gate.hold(other)
     space.swap_out([1, 2], host, after=given(other))
@@ -110,12 +109,10 @@ def test_few_calls_for_many_copies(
             space.release(pages, after=stream)
 
 
-def test_copies_wait_once_for_those_before(
-    traced: Any, device: sa.Device, stream: sa.Stream, host: vmm.HostTier
-) -> None:
+def test_copies_wait_once_for_those_before(traced: Any, stream: sa.Stream, host: vmm.HostTier) -> None:
     with sa.allocate(8 * 4096, stream) as buffer:
         stream.synchronize()
-        for one in (stream, device.per_thread_stream):
+        for one in (stream, stream.device.per_thread_stream):
             stored = host.save(buffer, range(0, 8, 2), 4096, one)
             traced.calls.clear()
             host.load(stored, buffer, range(0, 8, 2), one)
@@ -129,8 +126,7 @@ def test_no_copy_passes_the_end_of_an_allocation(arena: vmm.PageArena, stream: s
     with arena.space(32 * PAGE, stream=stream) as space:
         for pages in (16, 32):
             tier.reserve(pages, PAGE)  # allocations that lie side by side
-        space.commit(range(32))
-        fill(space, range(32))
+        commit_filled(space, range(32))
         assert space.swap_out(range(32), tier) == space.swap_in(range(32)) == 32
         assert values(space) == list(range(1, 33))
 
@@ -187,8 +183,7 @@ def test_blocks_outside_of_memory(device: sa.Device, stream: sa.Stream, tier: An
 
 @pytest.mark.simulated_only("the driver has batches, or it has not")
 def test_without_batches(faults: Faults, space: vmm.PageSpace, host: vmm.HostTier) -> None:
-    space.commit([1, 3, 5])
-    fill(space, [1, 3, 5])
+    commit_filled(space, [1, 3, 5])
     faults.fail("cuMemcpyBatchAsync", 1, times=2, result="CUDA_ERROR_NOT_SUPPORTED")
     space.swap_out([1, 3, 5], host)
     space.swap_in([1, 3, 5])
@@ -197,8 +192,7 @@ def test_without_batches(faults: Faults, space: vmm.PageSpace, host: vmm.HostTie
 
 def test_memory_of_the_tier_is_used_again_after_its_copies(space: vmm.PageSpace, device: sa.Device, gate: Gate) -> None:
     with vmm.HostTier(device, limit=PAGE) as tier, device.create_stream() as other:
-        space.commit([0, 1])
-        fill(space, [0, 1])
+        commit_filled(space, [0, 1])
         space.swap_out(0, tier)
         space.stream.synchronize()
         gate.hold(other)
@@ -213,8 +207,7 @@ def test_memory_of_the_tier_is_used_again_after_its_copies(space: vmm.PageSpace,
 
 
 def test_captures_of_other_streams_go_on(space: vmm.PageSpace, tier: AnyTier, device: sa.Device) -> None:
-    space.commit([0, 1, 2])
-    fill(space, [0, 1, 2])
+    commit_filled(space, [0, 1, 2])
     space.stream.synchronize()
     with device.create_stream() as other, sa.allocate(64, other) as buffer:
         with other.capture() as graph:
@@ -227,11 +220,9 @@ def test_captures_of_other_streams_go_on(space: vmm.PageSpace, tier: AnyTier, de
 
 def test_no_room(device: sa.Device, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
     with vmm.HostTier(device, limit=32 << 20) as tier:
-        space.commit(range(PAGES))
-        fill(space, range(PAGES))
+        commit_filled(space, range(PAGES))
         with arena.space(4 * PAGE, stream=space.stream) as other:
-            other.commit(range(4))
-            fill(other, range(4))
+            commit_filled(other, range(4))
             other.swap_out(range(2), tier)
             with pytest.raises(sa.OutOfMemoryError):
                 space.swap_out(range(PAGES), tier)
@@ -272,12 +263,10 @@ def test_what_is_refused(space: vmm.PageSpace, device: sa.Device, tier: AnyTier)
 
 @pytest.mark.parametrize("call", ["commit", "release", "swap_out", "alias"])
 @pytest.mark.parametrize("captured", ["stream", "event"])
-def test_work_of_a_capture_is_refused(
-    space: vmm.PageSpace, device: sa.Device, host: vmm.HostTier, call: str, captured: str
-) -> None:
+def test_work_of_a_capture_is_refused(space: vmm.PageSpace, host: vmm.HostTier, call: str, captured: str) -> None:
     """No page is changed, and the capture of the stream goes on."""
     space.commit([0, 1])
-    with device.create_stream() as stream:
+    with space.device.create_stream() as stream:
         acts: dict[str, Callable[[Any], object]] = {
             "commit": lambda after: space.commit(2, after),
             "release": lambda after: space.release(0, after),
@@ -328,11 +317,9 @@ def test_a_block_that_is_named_twice_is_dropped_once(device: sa.Device, stream: 
         assert tier.used == 0
 
 
-def test_memory_without_contents_is_released_before_other_contents(
-    device: sa.Device, stream: sa.Stream, machine: Any
-) -> None:
+def test_memory_without_contents_is_released_before_other_contents(stream: sa.Stream, machine: Any) -> None:
     size, limit = 32 << 20, 64 << 20
-    with vmm.HostTier(device, limit) as tier, sa.allocate(2 * size, stream) as buffer:
+    with vmm.HostTier(stream.device, limit) as tier, sa.allocate(2 * size, stream) as buffer:
         tier.reserve(1, size)
         stored = tier.save(buffer, range(2), size, stream)
         stored.drop([0])

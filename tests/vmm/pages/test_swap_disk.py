@@ -16,7 +16,7 @@ from streamalloc import vmm
 from streamalloc.vmm.stores import disk_file
 from tests.support import read
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, settled, values
+from tests.vmm.pages.support import commit_filled, settled, values
 from tests.vmm.stores.test_disk import deleted
 from tests.vmm.support import PAGE
 
@@ -42,8 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 def test_room_is_limited_and_used_again(space: vmm.PageSpace, tier: vmm.DiskTier) -> None:
     before = deleted()
-    space.commit(range(6))
-    fill(space, range(6))
+    commit_filled(space, range(6))
     for turn in range(3):
         assert space.swap_out([turn, 5], tier) == 2
         assert space.swap_out([4, 3], tier) == 2
@@ -94,8 +93,7 @@ def test_the_limit_counts_the_padding_of_small_blocks(device: sa.Device, stream:
 def test_a_damaged_page_is_named_and_the_others_return(
     space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.DiskTier, damage: str
 ) -> None:
-    space.commit(range(4))
-    fill(space, range(4))
+    commit_filled(space, range(4))
     space.swap_out(range(4), tier)
     (chunk,) = tier._chunks
     block = chunk.file.blocks(3)[0]  # type: ignore[attr-defined]
@@ -123,8 +121,7 @@ def test_writes_and_reads_in_several_steps(
     pwritev, preadv = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, rooms, at: pwritev(fd, [rooms[0][: 256 << 10]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, rooms, at: preadv(fd, [rooms[0][: 512 << 10]], at))
-    space.commit(range(3))
-    fill(space, range(3))
+    commit_filled(space, range(3))
     assert space.swap_out(range(3), tier) == space.swap_in(range(3)) == 3 and values(space)[:3] == [1, 2, 3]
 
 
@@ -198,8 +195,7 @@ def test_other_threads_use_other_pages_meanwhile(
     space: vmm.PageSpace, tier: vmm.DiskTier, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that change the same pages wait."""
-    space.commit(range(4))
-    fill(space, range(4))
+    commit_filled(space, range(4))
     others = list[Any]()
     with moving(space, tier, way, monkeypatch) as (held, moved):
         space.commit(5)
@@ -217,8 +213,7 @@ def test_other_threads_use_other_pages_meanwhile(
 def test_contents_that_another_thread_drops_keep_their_room_until_the_end(
     space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.DiskTier, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    space.commit(range(4))
-    fill(space, range(4))
+    commit_filled(space, range(4))
     with moving(space, tier, way, monkeypatch) as (held, moved):
         space.release(1)
         assert tier.used == 2 * PAGE
@@ -234,8 +229,7 @@ def test_a_page_that_is_released_before_its_write_fails(
     space: vmm.PageSpace, arena: vmm.PageArena, tier: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays released; the others stay as they were."""
-    space.commit(range(3))
-    fill(space, range(3))
+    commit_filled(space, range(3))
     with monkeypatch.context() as patch, moving(space, tier, "pwritev", patch, errno.ENOSPC) as (held, moved):
         space.release(1)
         held.go()
@@ -266,8 +260,7 @@ def test_a_signal_handler_that_uses_the_same_pages(
     space: vmm.PageSpace, tier: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is refused, as it would wait for the call that it interrupts."""
-    space.commit([0, 1])
-    fill(space, [0, 1])
+    commit_filled(space, [0, 1])
     contents = type(tier._stored(PAGE))
     save = contents.save
 

@@ -15,7 +15,7 @@ from streamalloc.driver.block_kernel import COPY_MOST, block_copies
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.stores import copies
 from tests.support import Account, end_what_was_dropped, filled, names, pattern, pending, read
-from tests.vmm.pages.support import fill, values
+from tests.vmm.pages.support import commit_filled, values
 from tests.vmm.support import PAGE
 
 LAUNCH = "cuLaunchKernel"
@@ -109,8 +109,7 @@ class TestBytes:
         with vmm.PageArena(device) as arena, arena.space(16 * PAGE, stream=stream) as space:
             for tier in (vmm.HostTier(device), vmm.HostTier(device, check=True), vmm.DiskTier(device, tmp_path)):
                 with tier:
-                    space.commit(range(0, 16, 2))
-                    fill(space, range(0, 16, 2))
+                    commit_filled(space, range(0, 16, 2))
                     assert space.swap_out([2, 6, 10], tier) == 3 and len(space.committed) == 5
                     assert space.swap_in([10, 2, 6]) == 3
                     assert values(space)[::2] == list(range(1, 17, 2))
@@ -141,13 +140,11 @@ class TestBytes:
             found += zip(*one.addresses(), strict=True)
         assert sorted(found) == sorted(zip(targets.tolist(), sources.tolist(), strict=True))
 
-    def test_room_is_used_again_after_the_kernel(
-        self, device: sa.Device, stream: sa.Stream, gate: Gate, kernel: None
-    ) -> None:
+    def test_room_is_used_again_after_the_kernel(self, stream: sa.Stream, gate: Gate, kernel: None) -> None:
         with (
-            device.create_stream() as other,
+            stream.device.create_stream() as other,
             sa.allocate(64 * 4096, stream) as buffer,
-            vmm.HostTier(device, limit=32 * 4096) as tier,
+            vmm.HostTier(stream.device, limit=32 * 4096) as tier,
         ):
             filled(buffer, 1)
             tier.reserve(32, 4096)
@@ -164,10 +161,8 @@ class TestBytes:
             other.synchronize()
             again.drop()
 
-    def test_room_of_blocks_dropped_one_by_one_is_used_again(
-        self, device: sa.Device, stream: sa.Stream, way: str
-    ) -> None:
-        with sa.allocate(96 * 4096, stream) as buffer, vmm.HostTier(device, limit=64 * 4096) as tier:
+    def test_room_of_blocks_dropped_one_by_one_is_used_again(self, stream: sa.Stream, way: str) -> None:
+        with sa.allocate(96 * 4096, stream) as buffer, vmm.HostTier(stream.device, limit=64 * 4096) as tier:
             filled(buffer, 1)
             rows = pattern(buffer.nbytes, 1).reshape(96, 4096).copy()
             first: Any = tier.save(buffer, range(64), 4096, stream)
@@ -236,8 +231,7 @@ class TestMemoryThatKernelsMayNotUse:
             arena.space(4 * PAGE, stream=stream) as space,
             vmm.HostTier(device) as tier,
         ):
-            space.commit([0, 2])
-            fill(space, [0, 2])
+            commit_filled(space, [0, 2])
             half = PAGE // 2
             stored = tier.save(space, range(0, 8, 2), half, stream)  # uncommitted pages are read as zeros
             with pytest.raises(sa.CudaError):
