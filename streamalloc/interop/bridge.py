@@ -117,9 +117,9 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
         )
 
 
-# Bridges that are started. The set keeps a bridge alive if the program drops it, because the library still allocates
+# Bridges that are started, in that order. The table keeps a bridge alive if the program drops it, because the library still allocates
 # from it.
-_started: set[Bridge] = set()
+_started: dict[Bridge, None] = {}
 
 
 class Bridge(Closes, abc.ABC):
@@ -157,13 +157,13 @@ class Bridge(Closes, abc.ABC):
             with self.sources.session.relaxed(), contextlib.ExitStack() as undo:
                 self._install(undo)
                 self._undo = undo.pop_all()
-            _started.add(self)
+            _started[self] = None
         return self
 
     def stop(self) -> None:
         """Restore the allocator that the library had before :meth:`start`; idempotent."""
         undo, self._undo = self._undo, None
-        _started.discard(self)
+        _started.pop(self, None)
         if undo is not None:
             with self.sources.session.relaxed():
                 undo.close()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+from streamalloc.interop import bridge
 from tests import support
 from tests.interop.libraries import LIBRARIES, MODULES, Library
 from tests.interop.standins import STANDINS
@@ -49,6 +50,9 @@ def get(machine: Any, device: sa.Device, on_cuda: bool) -> Iterator[Get]:
             return LIBRARIES[name](importlib.import_module(module))
 
         yield get
+        # A test that fails does not stop its bridges. The libraries would go on to allocate from a pool that is closed.
+        for started in reversed([*bridge._started]):
+            started.stop()
 
 
 @pytest.fixture(params=sorted(LIBRARIES))
