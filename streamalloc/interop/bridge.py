@@ -117,8 +117,8 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
         )
 
 
-# Bridges that are started, in that order. The table keeps a bridge alive if the program drops it, because the library still allocates
-# from it.
+# Bridges that are started, in that order. The table keeps a bridge alive if the program drops it, because the library
+# still allocates from it.
 _started: dict[Bridge, None] = {}
 
 
