@@ -58,6 +58,12 @@ WITHOUT_A_CONTEXT: dict[str, dict[str, Callable[[Scene], Answer]]] = {
         "record on the legacy stream": lambda s: s.raw.cuEventRecord(s.event, LEGACY),
         "the device pointer of an address": lambda s: s.attribute("DEVICE_POINTER"),
         "instantiate a graph": lambda s: s.raw.cuGraphInstantiate(s.graph, 0),
+        "get the limit of the stack": lambda s: s.raw.cuCtxGetLimit(s.raw.CUlimit(0)),
+        "set the limit of the stack": lambda s: s.raw.cuCtxSetLimit(s.raw.CUlimit(0), 2048),
+        "the cache configuration": lambda s: s.raw.cuCtxGetCacheConfig(),
+        "reset persisting lines of the cache": lambda s: s.raw.cuCtxResetPersistingL2Cache(),
+        "start a profiler": lambda s: s.raw.cuProfilerStart(),
+        "stop a profiler": lambda s: s.raw.cuProfilerStop(),
     },
     "SUCCESS": {
         "the size of an address": lambda s: s.attribute("RANGE_SIZE"),

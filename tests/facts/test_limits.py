@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tests.facts.support import MiB, Rig, said, value
-from tests.support import in_threads
 
 STACK, PRINTF, HEAP, DEPTH, LAUNCHES, GRANULARITY, PERSISTING, SHARED, GRAPHICS, FALLBACK = range(10)  # CUlimit
 PAGE = 2 << 20
@@ -163,20 +162,6 @@ def test_not_during_a_capture(rig: Rig) -> None:
     assert rig.capture_status(stream) == "ACTIVE"
     assert put(rig, STACK, wanted) == "STREAM_CAPTURE_UNSUPPORTED"
     assert rig.capture_status(stream) == "INVALIDATED"
-
-
-def test_without_a_context(rig: Rig) -> None:
-    raw = rig.raw
-
-    def outside() -> None:
-        assert said(raw.cuCtxGetLimit(limit(rig, STACK))) == "INVALID_CONTEXT"
-        assert said(raw.cuCtxSetLimit(limit(rig, STACK), 2048)) == "INVALID_CONTEXT"
-        assert said(raw.cuCtxGetCacheConfig()) == "INVALID_CONTEXT"
-        assert said(raw.cuCtxResetPersistingL2Cache()) == "INVALID_CONTEXT"
-        assert said(raw.cuProfilerStart()) == "INVALID_CONTEXT"
-        assert said(raw.cuProfilerStop()) == "INVALID_CONTEXT"
-
-    in_threads(outside)
 
 
 def test_settings(rig: Rig) -> None:

@@ -1,6 +1,6 @@
 """Ranks as threads of this process, each with a simulated machine of its own: machines that simulate the same one.
 
-To a rank the others are then what other processes would be. What really takes processes is in test_symmetric_kills.
+To a rank the others are then what other processes would be. What really takes processes is in test_symmetric_faults.
 """
 
 from __future__ import annotations
