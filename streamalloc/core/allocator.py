@@ -1,8 +1,8 @@
 """Base class of pools and caches, with the retries of an allocation that finds no memory.
 
-Each allocator binds the driver's functions to allocate and to free. So :meth:`Allocator.allocate` and
-:meth:`Buffer.free` make only one driver call if nothing must be asked about the stream
-(:mod:`streamalloc.core.stream`). A closed pool binds an allocation function that raises.
+A pool binds the driver's functions to allocate and to free. So :meth:`Allocator.allocate` and :meth:`Buffer.free` make
+only one driver call if nothing must be asked about the stream (:mod:`streamalloc.core.stream`). A closed pool binds an
+allocation function that raises. :class:`PlainMemory` binds its own functions. A cache overrides ``allocate``.
 """
 
 from __future__ import annotations

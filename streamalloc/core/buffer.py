@@ -11,9 +11,10 @@ The way of an allocation (:meth:`Allocator.allocate`):
 The way of a free (:meth:`Buffer.free`). The thread that takes the pointer out of the buffer frees it; nobody else does.
 
 1. *Ready.* :meth:`Stream.ready` gives the handle. Without a handle, step 4 follows. :class:`SharedState` frees shared
-memory. 2. *Driver.* ``free_function`` of the allocator frees (``cuMemFreeAsync``). 3. *Refusal.*
-:meth:`Buffer._not_freed` puts the pointer back, unless the memory is gone. 4. *Checked way.*
-:meth:`Buffer._free_checked` refuses captures that did not allocate the memory.
+   memory.
+2. *Driver.* ``free_function`` of the allocator frees (``cuMemFreeAsync``).
+3. *Refusal.* :meth:`Buffer._not_freed` puts the pointer back, unless the memory is gone.
+4. *Checked way.* :meth:`Buffer._free_checked` refuses captures that did not allocate the memory.
    :func:`~streamalloc.core.fence.in_order_of` finds a stream after the uses. :class:`SharedState` frees shared memory,
    :meth:`Buffer.free_on` other memory, by steps 2 and 3.
 
@@ -118,7 +119,9 @@ class BufferSource:
     __slots__ = ("_ordinal", "_session", "free_function", "location", "managed")
 
     location: MemLocation
-    """Location of the memory."""
+    """Location of the memory; ``MemLocation.none()`` for managed memory without a preferred location, and if the driver
+    reports no location.
+    """
     managed: bool
     """Whether the memory is managed: the driver migrates it between devices and host."""
     free_function: Any
@@ -275,6 +278,8 @@ class Buffer(Memory, Closes):
         ------
         ClosedError
             A stream is assigned, and the buffer was freed or the stream closed.
+        TypeError, ValueError
+            The assigned object is not a stream of this driver.
         """
         return self._stream
 
@@ -287,26 +292,28 @@ class Buffer(Memory, Closes):
     def copy(
         self, stream: StreamLike | None = None, *, nbytes: int | str | None = None, allocator: Allocates | None = None
     ) -> Buffer:
-        """Allocate a new buffer and copy the bytes to it, in stream order.
+        """Allocate a new buffer and copy the bytes to it, in stream order (``cuMemcpyAsync``).
 
         Parameters
         ----------
         stream
-            The stream of the allocation and the copy (default: the buffer's own).
+            The stream of the allocation and the copy (default: the buffer's own). If this is another stream, let it
+            wait for the work that writes this buffer.
         nbytes
-            Size of the new buffer in bytes (default: the size of this buffer). If the sizes differ, the smaller number
-            of bytes is copied, and the rest of a larger buffer is not initialised.
+            Size of the new buffer in bytes, or text such as ``"2MiB"`` (default: the size of this buffer). If the sizes
+            differ, the smaller number of bytes is copied, and the rest of a larger buffer is not initialised.
         allocator
             The allocator of the new buffer (default: the allocator of this buffer).
 
         Raises
         ------
-        ValueError
-            The buffer has no allocator of this package, and ``allocator`` was not given.
+        TypeError, ValueError
+            ``nbytes`` is not a size, ``stream`` is not a stream of this driver, or ``allocator`` was not given and the
+            buffer has no allocator of this package.
         ClosedError
             The buffer was freed, or the stream closed.
         OutOfMemoryError
-            There is no memory.
+            There is not enough memory for the new buffer.
 
         Examples
         --------
@@ -439,7 +446,7 @@ class Buffer(Memory, Closes):
 
     def close(self) -> None:
         """Free the memory on :attr:`stream`, unless it was freed already. The end of a ``with`` block calls this
-        method.
+        method. Raises the errors of :meth:`free`.
 
         If the stream was closed, the memory is freed after the stream's work. If another library has closed its own
         stream, the host first waits until the device is idle.
@@ -698,6 +705,8 @@ class GraphBuffer(Buffer):
         ------
         ClosedError
             The graph was closed, or has a free of this memory already.
+        InvalidValueError
+            A node is of another graph.
         """
         graph: Any = self.owner
         nodes = list(after)
@@ -737,8 +746,12 @@ class GraphBuffer(Buffer):
         ------
         InvalidValueError
             No launch has allocated the memory, or the memory was freed already.
+        ClosedError
+            The graph frees the memory itself, by a free in the capture or :meth:`add_free`. Or the stream was closed.
         CaptureError
             The stream is being captured into another graph.
+        TypeError, ValueError
+            As for :meth:`Buffer.free`.
         """
         self._free_checked(stream, still_imported, timeout)
 

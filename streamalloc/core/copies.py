@@ -205,8 +205,8 @@ class CopySide:
             found = cuda_array(interface, name)
             if writable and found.read_only:
                 raise ValueError(f"{name} is read-only")
-            # The owning device decides between a plain copy and a copy between devices. With one device each copy is
-            # plain, so the driver is asked only with several devices.
+            # The device that owns the memory determines whether the copy is a plain one or one between devices. With
+            # one device every copy is plain, so the driver is asked only if there are several devices.
             several = found.nbytes and session.call("cuDeviceGetCount") > 1
             place = above.residence_of(session, found.address) if several else None
             ordinal = None if place is None or place.managed else place.ordinal

@@ -237,8 +237,8 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         finally:
             try:
                 if self._begun and not ended:
-                    # If the block has invalidated the capture, the driver refuses to end it. The block's own error says
-                    # more.
+                    # If the block has invalidated the capture, `cuStreamEndCapture` ends the capture, but returns an
+                    # error. The error of the block says more.
                     with contextlib.suppress(CudaError):
                         self._end()
                     self.graph.close()
@@ -295,11 +295,12 @@ class GraphMemoryStatistics(NamedTuple):
 
 
 class GraphMemory:
-    """The memory of a device's graphs, which is separate from its pools.
+    """Memory of a device that belongs to graphs, and not to the device's pools.
 
     :attr:`Device.graph_memory` returns it; :doc:`/docs/guides/graphs` has programs.
 
-    The launch of a graph that allocates memory reserves memory of the device, which stays reserved until :meth:`trim`.
+    The launch of a graph with allocation nodes reserves memory of the device. The memory stays reserved until
+    :meth:`trim`.
     """
 
     __slots__ = ("_session", "device")

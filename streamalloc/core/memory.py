@@ -1,9 +1,9 @@
 """Memory: its export to other libraries without a copy, and its views.
 
-:class:`Memory` is the base class of all kinds of memory. A subclass defines address, size, location and stream
-(:mod:`~streamalloc.core.memory_base`). It inherits fills and copies (:mod:`~streamalloc.core.copies`), and the exports:
-numpy arrays, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack. :class:`BufferView` is a range of bytes
-of other memory. :class:`TypedView` is other memory with an element type and a shape.
+:class:`Memory` is the base class of all kinds of memory. It has fills and copies (:mod:`~streamalloc.core.copies`), and
+the exports: numpy arrays, the buffer protocol, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack. A
+subclass defines address, size, location and stream (:mod:`~streamalloc.core.memory_base`). :class:`BufferView` is a
+range of bytes of other memory. :class:`TypedView` is other memory with an element type and a shape.
 """
 
 from __future__ import annotations
@@ -188,8 +188,9 @@ class Memory(Copyable, Migrating):
         ptr = self._ptr
         if ptr is not None:
             stream = self._stream
-            # For speed, no property is read if other code has the handle already (`capturable`) and there is no
-            # listener. Otherwise `stream.handle`, below, marks the stream as `capturable` and notifies the listener.
+            # For speed, no property is read if the stream accepts direct calls, other code has its handle already
+            # (`capturable`), the memory is on the stream's device, and there is no listener. Otherwise `stream.handle`,
+            # below, marks the stream as `capturable` and notifies the listener.
             if (
                 stream.direct is not None
                 and stream.capturable

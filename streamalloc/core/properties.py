@@ -321,16 +321,18 @@ _OPAQUE_BYTES = 64
 
 
 class OpaqueHandle(bytes):
-    """A handle of 64 bytes that only the driver can interpret. The class is a subclass of bytes, so that a handle can
-    be sent to other processes.
+    """Base class of handles of 64 bytes that only the driver can interpret, such as :class:`IpcEventHandle`. A handle
+    is a bytes object, so it can be sent to other processes.
 
-    The constructor takes 64 bytes, or the struct of ``cuda.bindings.driver`` or ``cuda.bindings.runtime``.
-    :meth:`to_driver` returns the struct of ``cuda.bindings.driver``.
+    The constructor of a subclass takes 64 bytes, or the struct of ``cuda.bindings.driver`` or
+    ``cuda.bindings.runtime``. :meth:`to_driver` returns the struct of ``cuda.bindings.driver``.
 
     Raises
     ------
-    TypeError, ValueError
-        The argument is a handle of another kind, is not bytes, or has another length.
+    TypeError
+        The argument is neither bytes nor a struct of this kind, or is a handle of another kind.
+    ValueError
+        The argument does not have 64 bytes.
     """
 
     __slots__ = ()

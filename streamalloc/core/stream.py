@@ -179,8 +179,8 @@ class Stream(Closes, Shown):
     usable: bool
     """Whether neither a close, nor a capture, nor an item to attempt first forbids direct calls and reuse of memory."""
     thread: int | None
-    """Identifier (``get_ident``) of the one thread whose work a per-thread default stream orders; 0 after its end,
-    because a new thread may get the identifier of an ended one. None for other streams: every thread may use them.
+    """Identifier (``get_ident``) of the thread whose work a per-thread default stream orders. 0 once the thread has
+    ended, because a new thread may get the same identifier. None for other streams, which any thread may use.
     """
     free_lists: dict[object, dict[int, Any]]
     """Free lists of caches on this stream, by the cache's key: a dict of free blocks by requested size in bytes."""

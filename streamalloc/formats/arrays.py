@@ -1,10 +1,10 @@
-"""Arrays of NumPy, DLPack and ``__cuda_array_interface__``: DLPack's structs, values of elements, indices and types.
+"""Formats of arrays: structs of DLPack, ``__cuda_array_interface__``, and types, elements and indices of NumPy arrays.
 
-The deleter of a DLPack capsule must be C code: a consumer may call the deleter while an exception is being raised, when
-a Python callback would fail. NumPy has such a deleter. If a NumPy array was made from a capsule, NumPy exports the
-array and its slices with the capsule's device. So this module makes one NumPy array of all addresses for each device:
-the *window*. Memory is exported as the slice of the window at the memory's address. The slice keeps the memory alive;
-the window is never released. No element of a window is read or written.
+The deleter of a DLPack capsule must be C code: a consumer may call it while an exception is set, and a Python callback
+then fails. NumPy has such a deleter. An array that NumPy made from a capsule has the device of this capsule, and NumPy
+exports the array and its slices with this device. So this module makes one NumPy array of all addresses for each
+device: the *window*. Memory is exported as the slice of the window at the memory's address. The slice keeps the memory
+alive; the window is never released. No element of a window is read or written.
 """
 
 from __future__ import annotations
