@@ -121,7 +121,9 @@ class AddressRange(OwnsNode):
 
     @property
     def honoured(self) -> bool | None:
-        """Whether the range begins at the preferred address; None if none was given."""
+        """Whether the range begins at the preferred address; None if none was given. If one was given, and the range
+        was closed, raises ClosedError.
+        """
         return self.address == self._asked if self._asked else None
 
     @property
@@ -162,8 +164,8 @@ class AddressRange(OwnsNode):
         Raises
         ------
         TypeError, ValueError
-            The offset is not aligned, the memory does not fit into the range, other memory is mapped there, or
-            ``memory`` is a tile pool or belongs to another driver.
+            The offset is not aligned, the memory does not fit into the range, or other memory is mapped there. Or
+            ``memory`` is a tile pool or belongs to another driver, or the range belongs to a buffer.
         ClosedError
             The range or the memory was closed.
         IncompleteTeamError
@@ -210,10 +212,13 @@ class AddressRange(OwnsNode):
 
         Raises
         ------
-        ValueError
-            The part contains only a piece of a mapping, or has a hole.
+        TypeError, ValueError
+            The part has a hole, contains only a piece of a mapping, or is outside of the range. Or ``who`` is no
+            location of the driver, or the range belongs to a buffer.
         NotSupportedError
             The driver does not grant this permission: the host has access to host memory only.
+        CaptureError
+            A stream of ``after`` is being captured.
         """
         self._check_own()
         rights = rights_of(who, self._session, access)
@@ -235,8 +240,8 @@ class AddressRange(OwnsNode):
 
         Raises
         ------
-        ValueError
-            The bytes are outside the range, or have a hole and ``holes`` is False.
+        TypeError, ValueError
+            An offset is no integer, or the bytes are outside of the range. Or they have a hole, and ``holes`` is False.
         """
         begin, end = self._node.bounds(start, stop)
         if not holes:
@@ -255,10 +260,12 @@ class AddressRange(OwnsNode):
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError
             The part contains only a piece of a mapping or is outside of the range, or the range belongs to a buffer.
         CaptureError
             A stream of ``after`` is being captured.
+        CudaError
+            The driver refused to unmap memory. Other memory of the part may be unmapped already.
         """
         self._check_own()
         entries = self._node.within(start, stop)
@@ -272,7 +279,8 @@ class AddressRange(OwnsNode):
         Raises
         ------
         ValueError
-            Memory is mapped in the range: call :meth:`unmap` first. The end of a ``with`` block does both.
+            Memory is mapped in the range: call :meth:`unmap` first. The end of a ``with`` block does both. Or the range
+            belongs to a buffer.
         """
         if not self.closed:
             self._check_own()
@@ -394,8 +402,8 @@ def drawn(range: AddressRange) -> Html:
 class RangeView(Memory):
     """Bytes of an address range in one or several adjacent mappings. :meth:`AddressRange.view` returns it.
 
-    The view is valid while the bytes are mapped. Operations for which the caller names no stream use the default stream
-    of the first mapping's device.
+    The view is valid while the bytes are mapped. Afterwards its fills, copies and exports raise :class:`ClosedError`.
+    Operations for which the caller names no stream use the default stream of the first mapping's device.
     """
 
     __slots__ = ("__weakref__", "_holes", "_stop", "offset", "range")
@@ -564,8 +572,9 @@ class Mapping(RangeView, Closes):
         return MemAccess(int(self._session.call("cuMemGetAccess", location.to_driver(), self.address)))
 
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
-        """Set permissions on the mapping (``cuMemSetAccess``). Arguments and errors as for
-        :meth:`AddressRange.set_access`. Raises ClosedError if the memory was unmapped.
+        """Set permissions of devices and the host on the mapping (``cuMemSetAccess``). ``who``, ``access``, ``after``
+        and errors as for :meth:`AddressRange.set_access`. Raises ClosedError if the memory was unmapped, and ValueError
+        if the range belongs to a buffer.
         """
         self._check_own()
         rights = rights_of(who, self._session, access)
@@ -579,7 +588,8 @@ class Mapping(RangeView, Closes):
 
     def close(self, after: After = None) -> None:
         """Unmap the memory (``cuMemUnmap``) after the host has waited for ``after`` (see :class:`AddressRange`).
-        Idempotent. Raises ValueError if the range belongs to a buffer.
+        Idempotent. Raises ValueError if the range belongs to a buffer, and CaptureError if a stream of ``after`` is
+        being captured.
         """
         if not self._mapped.gone:
             self._check_own()
@@ -618,7 +628,8 @@ class LoneMapping(Mapping):
 
     def close(self, after: After = None) -> None:
         """Unmap the memory (``cuMemUnmap``) and free the addresses (``cuMemAddressFree``), after the host has waited
-        for ``after`` (see :class:`AddressRange`). Idempotent.
+        for ``after`` (see :class:`AddressRange`). Idempotent. Raises CaptureError if a stream of ``after`` is being
+        captured.
         """
         if not self.range.closed:
             super().close(after)

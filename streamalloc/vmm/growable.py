@@ -134,12 +134,16 @@ class GrowableBuffer(VirtualBuffer):
         ------
         OutOfMemoryError
             There is not enough memory. The buffer is unchanged.
+        ClosedError
+            The buffer was closed.
         EvictedError
             The buffer is evicted: :meth:`restore` it first.
         InUseError
             The buffer is frozen, or a signal handler or a hook called this during another call.
-        ValueError
-            ``nbytes`` is more than the capacity.
+        CaptureError
+            A stream of ``after`` is being captured.
+        TypeError, ValueError
+            ``nbytes`` is not a size, or is more than the capacity.
         """
         self._resize(nbytes, after, release)
 
@@ -265,7 +269,7 @@ class RemappableBuffer(VirtualBuffer):
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
+        """Address of the first byte. Raises ClosedError if the buffer was closed."""
         return self.range.address + self._offset
 
     @claimed
@@ -290,6 +294,8 @@ class RemappableBuffer(VirtualBuffer):
         ------
         ValueError
             The memory of ``make`` has another granularity, or the chunks exceed the capacity.
+        ClosedError
+            The buffer was closed.
         CudaError
             The driver refused to create or to map memory.
         InUseError

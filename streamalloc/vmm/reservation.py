@@ -56,7 +56,9 @@ class MappedBytes(Node):
 
     @property
     def memory(self) -> GenericAllocation:
-        """The memory as an object, which may be closed. If the mapping owns the handle, a new object takes it over."""
+        """The mapped :class:`PhysicalMemory` or multicast object, which may be closed. If the mapping owns the handle,
+        this makes a new :class:`PhysicalMemory`, which then owns the handle.
+        """
         return self.spec.adopt(self) if self._memory is None else self._memory
 
     @property
@@ -381,7 +383,9 @@ class Reservation(HandleNode):
             self.release_by("cuMemAddressFree", self.nbytes)
 
     def forget(self) -> None:
-        """Remove the range from the table of reservations, and break its reference cycle with its entries."""
+        """Remove the range from the table of reservations, and break its reference cycle with its entries. Entries that
+        are still mapped count as unmapped from now on. There are such entries only if the context no longer exists.
+        """
         for entry in self._live():
             entry.gone = True  # The context no longer exists: nothing is left to unmap.
         self.allocations.reservations.pop(self, None)

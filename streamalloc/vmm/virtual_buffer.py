@@ -136,8 +136,9 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of mapped physical memory: :attr:`nbytes` rounded up to whole chunks, and memory that a shrink left
-        mapped. 0 while the buffer is evicted.
+        """Bytes of mapped physical memory; 0 while the buffer is evicted. At least :attr:`nbytes` rounded up to the
+        granularity. More after a shrink that left memory mapped: only whole chunks are unmapped, and none with
+        ``release=False`` (:meth:`GrowableBuffer.resize`).
         """
         return 0 if self.eviction else self._mapped
 
@@ -187,8 +188,9 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
         """Set permissions on the buffer's memory, and on memory that it gets later (``cuMemSetAccess``).
 
-        Arguments and errors as for :meth:`AddressRange.set_access`. Raises InUseError if the buffer is frozen. If the
-        buffer is evicted, the permissions take effect when it is restored.
+        ``who``, ``access``, ``after`` and errors as for :meth:`AddressRange.set_access`. Raises ClosedError if the
+        buffer was closed, and InUseError if it is frozen. If the buffer is evicted, the permissions take effect when it
+        is restored.
         """
         self._check_open()
         self._check_thawed()
@@ -226,17 +228,20 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
         Raises
         ------
+        ClosedError
+            The buffer or ``stream`` was closed.
         EvictedError
             The buffer is evicted already.
         InUseError
-            Some of the memory was exported (and ``shared`` is False), is mapped elsewhere, or is bound to a multicast
-            object, so that its release here would free nothing.
+            Some of the memory was exported (and ``shared`` is False), is mapped elsewhere, is bound to a multicast
+            object, or is held by another :class:`PhysicalMemory`, so that its release here would free nothing.
         OutOfMemoryError
             There is not enough memory for the backup. The buffer is unchanged.
         CaptureError
             ``stream``, or a stream of ``after``, is being captured.
         TypeError, ValueError
-            ``backup`` is of another driver or size, or the device has no access to the pool.
+            ``backup`` is no such place, is of another driver or size, or is memory of the buffer itself. Or the device
+            has no access to the pool.
         OSError
             A file cannot be written. The buffer is unchanged.
         """
@@ -309,8 +314,12 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
         Raises
         ------
+        ClosedError
+            The buffer or ``stream`` was closed.
         EvictedError
             The buffer is not evicted.
+        CaptureError
+            ``stream`` is being captured.
         OutOfMemoryError
             There is not enough memory. The buffer is still evicted, and its backup complete.
         OSError, DamagedBackupError
@@ -350,6 +359,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         ``cuMemRelease``, ``cuMemAddressFree``). Idempotent.
 
         ``after`` is one or several events or streams; ``()`` for none. Default: all work of the devices with access.
+        Raises CaptureError if one of these streams is being captured, and CudaError if the driver refuses to unmap.
         """
         if self.range.closed:
             return
@@ -516,8 +526,8 @@ def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> li
     """Queue the copies of buffers to their backups. Returns the buffers in batches, in the order of the copies."""
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
-    # The copies to one backup end before the copies to the next backup begin, because each file has its own staging
-    # memory.
+    # The buffers are grouped by backup: one `moving` block copies a whole group. A backup on disk has its own staging
+    # memory, and its block ends when the copies through that memory are done, before the next block begins.
     for stored, several in itertools.groupby(saved.items(), lambda item: item[1].stored):
         with stored.moving(stream, out=True) as move:
             for buffer, one in several:

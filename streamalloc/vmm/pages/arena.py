@@ -132,12 +132,14 @@ class PageArena(Closes):
 
         Raises
         ------
+        TypeError, ValueError
+            ``nbytes`` is 0 or not a size, or ``stream`` is not a stream of this driver.
         AddressSpaceError
             The process has no free range of addresses of this size.
         OutOfMemoryError
             There is not enough memory for the page of zeros.
         ClosedError
-            The arena was closed.
+            The arena or the stream was closed.
         """
         self._check_open()
         return PageSpace(self, self._physical, nbytes, stream)
@@ -153,6 +155,8 @@ class PageArena(Closes):
 
         Raises
         ------
+        TypeError, ValueError
+            ``count`` is not an integer from 0 on.
         ClosedError
             The arena was closed.
         """
@@ -173,6 +177,8 @@ class PageArena(Closes):
 
         Raises
         ------
+        TypeError, ValueError
+            ``keep`` is not an integer from 0 on.
         CudaError
             The driver refused to release a page. The other pages were released; the deferred queue tries again with
             this page.
@@ -182,7 +188,9 @@ class PageArena(Closes):
         return self._physical.trim(most)
 
     def statistics(self) -> ArenaStatistics:
-        """Return the numbers of pages by state. Released pages whose work is done by now do not count as parked."""
+        """Return the numbers of pages by state. A released page counts as parked until its work and its zeros are done;
+        during a capture by this package, also after that.
+        """
         physical = self._physical
         physical.allocations.work()
         with physical.lock:
@@ -231,10 +239,10 @@ class PageTable(Closes):
 
     Raises
     ------
-    TypeError
-        ``space`` is no PageSpace, or ``dtype`` is another type.
+    TypeError, ValueError
+        ``space`` is no PageSpace, ``dtype`` is another type, or ``stream`` is not a stream of this driver.
     ClosedError
-        The space was closed.
+        The space or the stream was closed.
     OutOfMemoryError
         There is not enough memory.
     """

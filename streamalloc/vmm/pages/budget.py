@@ -49,7 +49,7 @@ class Member(NamedTuple):
     """Record of one member in the file of a budget: three numbers of bytes."""
 
     used: int
-    """Bytes of the member's pages."""
+    """Bytes of all pages of the member's arenas, in use or not, with those that are about to be created."""
     wanted: int
     """Bytes that other members requested from this member's unused pages."""
     asked: int
@@ -89,11 +89,11 @@ class PageBudget(Closes):
 
     Raises
     ------
-    ValueError
-        The file is missing and no limit was given; or the file has another limit, is no budget, or has 256 members
-        already.
-    PermissionError
-        The file belongs to another user.
+    TypeError, ValueError
+        ``limit`` is not a size, or the file is missing and no limit was given. Or the file has another limit, is no
+        budget, or has 256 members already.
+    OSError
+        The file cannot be opened. PermissionError: the file belongs to another user.
     """
 
     limit: int
@@ -191,7 +191,9 @@ class PageBudget(Closes):
 
     @property
     def used(self) -> int:
-        """Bytes of the pages of all processes, as the file has them. Raises ClosedError."""
+        """Bytes of the pages of all processes, as the file has them. Raises ClosedError, and ValueError if the file was
+        truncated.
+        """
         return self._in_table(lambda: sum(one.used for one in self._members().values()))
 
     @property
@@ -253,7 +255,7 @@ class PageBudget(Closes):
         ClosedError
             The budget was closed.
         TypeError, ValueError
-            ``nbytes`` is not a size.
+            ``nbytes`` is not a size, or the file was truncated.
         """
         needed = checked_size("nbytes", nbytes)
         until = time.monotonic() + timeout

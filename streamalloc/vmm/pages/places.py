@@ -727,7 +727,9 @@ class PhysicalPages(Claimable):
         Raises
         ------
         OutOfMemoryError
-            The device has not enough memory, or the limit of the arena is reached.
+            The device has not enough memory, or the limit of the arena or of its budget is reached.
+        CudaError
+            The driver refused to unmap or to create a page.
         ClosedError
             The arena was closed.
         """
@@ -759,7 +761,7 @@ class PhysicalPages(Claimable):
             places.retire([place for _, place in group])
 
     def finish_clearing(self) -> None:
-        """Finish the parkings whose zeros are written. Call this only within :meth:`changing`."""
+        """Finish the parkings whose zeros are written. Call this only within :meth:`changing`. Raises CudaError."""
         for parking in self.clearing:
             parking.finish()
 
@@ -785,7 +787,9 @@ class PhysicalPages(Claimable):
         return self._trim_spare(max(keep - len(self.kept), 0))
 
     def close(self) -> None:
-        """Release all pages that no space uses, and keep no unused pages from now on. Idempotent."""
+        """Release all pages that no space uses, and keep no unused pages from now on. Idempotent. Raises CudaError; the
+        deferred queue then releases the page later.
+        """
         with self.lock:
             first, self.closed = not self.closed, True
         if self._background is not None:
@@ -796,12 +800,7 @@ class PhysicalPages(Claimable):
 
     def in_background(self, function: Callable[[], int]) -> Future[int]:
         """Call ``function`` on the arena's background thread, after functions that were passed before. Returns a future
-        for the result of ``function``.
-
-        Raises
-        ------
-        ClosedError
-            The arena was closed.
+        for the result of ``function``. Raises ClosedError if the arena was closed.
         """
         with self.lock:
             self._check_open()

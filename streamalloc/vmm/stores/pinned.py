@@ -177,11 +177,15 @@ def register(device: Device, memory: Bytes) -> Release:
 
 
 class Pinning:
-    """The methods to get pinned host memory for a device. They are tried in turn, the fastest first.
+    """Three ways to get pinned host memory for a device. They are tried in turn, the fastest first:
 
-    Huge pages that are filled and then registered take an eighth of the time of ``cuMemHostAlloc``. The driver may
-    refuse to register memory, or the process may not have enough addresses. Then a pool in host memory is tried, on the
-    NUMA node of the device if this is known, and last ``cuMemHostAlloc``. The first use of a slower method is logged.
+    1. Huge pages are filled and then registered (``cuMemHostRegister``), in an eighth of the time of
+       ``cuMemHostAlloc``.
+    2. A pool in host memory allocates, on the NUMA node of the device if this is known.
+    3. ``cuMemHostAlloc``.
+
+    The first way fails if the process has too little host memory or too few addresses, or if the driver refuses to
+    register the memory. The first use of a slower way is logged.
     """
 
     def __init__(self, device: Device) -> None:
@@ -213,9 +217,9 @@ class Pinning:
         Raises
         ------
         OutOfMemoryError
-            There is not enough host memory. The errors of the other methods are attached.
+            There is not enough host memory. The errors of the other ways are attached.
         CudaError
-            The driver refused each method.
+            The driver refused each way.
         """
         ways: dict[str, Callable[[], tuple[Bytes, Release]]] = {
             "huge pages and cuMemHostRegister": lambda: self._registered(nbytes, run, room),
