@@ -258,8 +258,7 @@ class MulticastObject(GenericAllocation):
             The result of :meth:`export` in the other process. An :class:`Fd` is closed by this call, even if the call
             fails. A file descriptor given as a number stays open.
         nbytes, num_devices
-            Size in bytes and number of devices with which the object was created. The driver does not report these
-            values.
+            Size in bytes and number of devices of the object, which the driver does not report.
         handle_types
             Handle types with which the object was created; default: the type of ``handle``.
         driver
@@ -267,9 +266,12 @@ class MulticastObject(GenericAllocation):
 
         Raises
         ------
+        NotSupportedError
+            No visible device supports multicast objects.
         TypeError, ValueError
-            The arguments do not describe a multicast object, or ``handle`` is not a handle.
-        InvalidValueError, CudaError
+            ``handle`` is not a handle, ``num_devices`` is less than 1, or ``nbytes`` is not a multiple of the minimum
+            granularity (:meth:`granularity`).
+        CudaError
             The driver refuses the handle.
         """
         with handle if isinstance(handle, Fd) else contextlib.nullcontext():
@@ -302,11 +304,12 @@ class MulticastObject(GenericAllocation):
         return MemLocation.none()
 
     def add_device(self, device: Device) -> None:
-        """Add a device to the team (``cuMulticastAddDevice``). The device stays in the team until the object is
-        released.
+        """Add a device to the team (``cuMulticastAddDevice``). The device stays until the object is released.
 
         Raises
         ------
+        ClosedError
+            The object was closed.
         TypeError, ValueError
             ``device`` is not a device of this driver or was added already, or the team is full.
         NotSupportedError
@@ -400,8 +403,7 @@ class MulticastObject(GenericAllocation):
         node = BindingNode(self._node, source, ordinal, start)
         name, arguments = source.bind_call(raw, ordinal, start, device)
         try:
-            # The node is listed before the call, so that the binding is undone even if a signal handler raises right
-            # after the call.
+            # Listed before the call, so that the binding is undone even if a signal handler raises right after it.
             self._bound.append(node)
             node.link(self._team)
             self._session.call(name, *arguments)
@@ -423,9 +425,9 @@ class MulticastObject(GenericAllocation):
 
         Raises
         ------
-        IncompleteTeamError
-            Not all devices were added. The driver would block.
-        ValueError, NotSupportedError
+        ClosedError, IncompleteTeamError
+            The object was closed; not all devices were added, so that the driver would block.
+        TypeError, ValueError, NotSupportedError
             All devices were added here, and another is named; ``access`` names the host, which cannot use the object.
         AddressSpaceError
             The process has no free address range of this size.
@@ -450,13 +452,12 @@ class MulticastObject(GenericAllocation):
         ------
         ValueError
             The object is mapped, and ``unmap`` is False.
-        CudaError
-            The driver refused a call. Call :meth:`close` again to release the rest.
+        CaptureError, CudaError
+            A stream of ``after`` is being captured; the driver refused a call. Close again to release the rest.
         """
         if self.closed:
             return
-        # Dropped address ranges may still have mappings of the object. These are unmapped first, so that they do not
-        # count below.
+        # Mappings of the object in dropped address ranges are unmapped first, so that they do not count below.
         self._node.allocations.work()
         if self.mapping_count and not unmap:
             raise ValueError(f"{self!r} has {counted(self.mapping_count, 'mapping')}: unmap before it is closed")
@@ -487,9 +488,7 @@ class MulticastObject(GenericAllocation):
         return self._bound
 
     def _wait(self, after: After) -> None:
-        """Block the host until the work that may use the object is done, because ``cuMulticastUnbind`` and
-        ``cuMemUnmap`` do not wait. ``after`` and errors as for :meth:`close`.
-        """
+        """Block until work ends that may use the object: unbind and unmap do not wait. Arguments of :meth:`close`."""
         wait(after, self._session, {device for node in self._mapping_nodes() for device in node.users})
 
     def _mapping_nodes(self) -> list[Any]:

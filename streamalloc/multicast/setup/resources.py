@@ -82,8 +82,10 @@ class RankResources(Deferred):
         self.handles += [handle for handle in handles if isinstance(handle, Fd)]
 
     def import_handles(self, rank: int, received: Sequence[Sequence[Handle]], multicast: bool) -> None:
-        """Import the memory of the other ranks for ``rank`` (``cuMemImportFromShareableHandle``), then close the file
-        descriptors. Raises ValueError if a rank sent a wrong number of handles, and CudaError if the driver refuses.
+        """Import the memory of the other ranks for ``rank`` (``cuMemImportFromShareableHandle``). With ``multicast``, a
+        rank other than 0 also imports the multicast object of rank 0. Then close the file descriptors; after an error,
+        :meth:`release` closes them. Raises ValueError if a rank sent a wrong number of handles, and CudaError if the
+        driver refuses.
 
         ``received`` has the handles that each rank sent, by rank: the handle of its memory and, with ``multicast``,
         from rank 0 also the handle of the multicast object.

@@ -5,18 +5,19 @@ on one rank fails on all (:meth:`RankGroup.step`). :class:`SymmetricMemoryError`
 
 1. ``agree``: the ranks exchange profiles, and each makes the same plan (:func:`agree`).
 2. ``create``: each rank creates its memory (``cuMemCreate``), and rank 0 the multicast object (``cuMulticastCreate``).
+   If the driver refuses fabric handles on a rank, all ranks repeat the step with the next handle type of the plan.
 3. ``export``: each rank exports its handles (``cuMemExportToShareableHandle``).
 4. ``exchange``: each rank sends its handles to all ranks.
 5. ``import``: each rank imports the handles of the others (``cuMemImportFromShareableHandle``).
 6. ``add``: each rank adds its device to the multicast object (``cuMulticastAddDevice``).
 7. ``bind``: each rank binds its memory to the object (``cuMulticastBindMem``).
 8. ``reserve``: each process reserves addresses (``cuMemAddressReserve``).
-9. ``map``: each process maps the memory of all ranks (``cuMemMap``).
+9. ``map``: each process maps the memory of all ranks and the multicast object (``cuMemMap``).
 10. ``access``: each process gives its devices access (``cuMemSetAccess``).
-11. ``clear``: each rank zeroes its signal pad (``cuMemcpyHtoDAsync``).
+11. ``clear``: each rank zeroes its signal pad and counters, and writes its address tables (``cuMemcpyHtoDAsync``).
 
-Steps 3 to 5 are left out if one process has all ranks, steps 6 and 7 without a multicast object. The end of the memory
-is the step ``close``.
+Steps 3 to 5 are left out if one process has all ranks, steps 6 and 7 without a multicast object. The step ``close``
+releases the memory.
 """
 
 from __future__ import annotations
