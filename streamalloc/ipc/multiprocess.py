@@ -4,9 +4,9 @@ Queues and pipes carry only bytes, so a thread of the exporter serves the file d
 
 Connections, simple queues and arguments of a ``Process`` pickle an object during the call. A ``Queue`` pickles later,
 on its feeder thread, when the memory may already be freed. So ``put`` searches its argument, and pickles it at once if
-it contains an object of this package. The search does not look into objects of the program's own classes: those are
-pickled on the feeder thread. If such an object can no longer be shared, an error is queued in its place, and ``get``
-raises it.
+it finds an object of this package. The search covers 1000 objects in lists, tuples, sets, deques and the values of
+dictionaries. The feeder thread pickles all other arguments. If an object in them can no longer be shared, an error is
+queued in its place, and ``get`` raises it.
 
 A descriptor in transit has a hold. The hold ends when the other process has opened the descriptor, or
 
@@ -149,8 +149,8 @@ def _at_once(put: Callable[..., None]) -> Callable[..., None]:
 
 
 def _contains_ours(thing: Any) -> bool:
-    """Whether ``thing`` is an object of this package, or contains one in lists, tuples, sets and dictionaries. Objects
-    after the first 1000 are not searched.
+    """Whether ``thing`` is an object of this package, or contains one in lists, tuples, sets, deques and the values of
+    dictionaries. Objects after the first 1000 are not searched.
     """
     searched, others = 0, [thing]
     while others and searched < _MOST_SEARCHED:

@@ -203,8 +203,10 @@ class ImportedPool(Foreign, Closes):
         ------
         ClosedError
             The pool was closed here.
+        CaptureError
+            ``stream`` is being captured.
         TypeError, ValueError
-            These are no export data, or ``stream`` is of another driver.
+            These are no export data, or ``stream`` is not a stream of this driver.
         InvalidValueError
             The data are of another pool, or damaged. Those of memory that its owner has freed are not refused.
         """
@@ -247,7 +249,7 @@ class ImportedPool(Foreign, Closes):
         Raises
         ------
         TypeError, ValueError
-            ``device`` is no device of this driver.
+            ``device`` is no device of this driver, or ``access`` is no :class:`MemAccess`.
         InvalidDeviceError, NotSupportedError
             The device cannot reach the memory, or the driver does not grant this access.
         ClosedError
@@ -403,6 +405,12 @@ class ImportedBuffer(ForeignMemory, Closes):
         ------
         CaptureError
             The stream is being captured.
+        TypeError, ValueError
+            ``stream`` is not a stream of this driver.
+        ClosedError
+            ``stream`` was closed.
+        CudaError
+            The driver refused the release.
         """
         if not self._use.over:
             in_order_of(self._use.stream if stream is None else as_stream(stream, self._session), self._close_on)
@@ -479,7 +487,9 @@ def open_memory_handle(
     Raises
     ------
     TypeError, ValueError
-        These are no such handle.
+        This is no such handle, or ``stream`` is not a stream.
+    CaptureError
+        ``stream`` is being captured.
     InvalidValueError, InvalidHandleError, InvalidContextError
         The memory was freed, its process has ended, or it is of this process.
     """
@@ -503,8 +513,11 @@ class ImportedArray(TypedView[Any], Closes):
         return self._parent.closed
 
     def close(self, stream: StreamLike | None = None) -> None:
-        """Release the memory after the work of ``stream``, by default its own. Idempotent. Raises the errors of
-        :meth:`ImportedBuffer.close`.
+        """Close :attr:`owner`, which releases the memory after the work of ``stream``. Idempotent. Raises the errors of
+        the owner's ``close``.
+
+        The default for an :class:`ImportedBuffer` is its own stream. The default for an :class:`ImportedRange` is all
+        work of the devices with access. For an :class:`ImportedRange` the host waits for the work.
         """
         self._parent.close(stream)
 
@@ -532,7 +545,7 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
 
     def close(self, after: After = None) -> None:
         """Unmap and release the memory, and end the use of the lease. First the host waits for ``after``; default: all
-        work of the devices with access. Idempotent.
+        work of the devices with access. Idempotent. Raises the errors of :meth:`VirtualBuffer.close`.
         """
         super().close(after)
         self._replace_use(None)

@@ -216,8 +216,9 @@ class PoolHandle(Deferred):
 class Import:
     """One import of an allocation of another process, with one or more uses (:class:`ImportUse`) in this process.
 
-    An allocation of a pool is freed in stream order. For an allocation of ``cuMemAlloc`` the host first waits for the
-    stream, then closes the handle.
+    The import of a pool's allocation ends in stream order (``cuMemFreeAsync``). For an allocation of ``cuMemAlloc`` the
+    host first waits for the stream, then closes the handle (``cuIpcCloseMemHandle``). Call the methods only while
+    :attr:`Imports.lock` is held.
     """
 
     def __init__(
@@ -244,6 +245,9 @@ class Import:
         self.number: int = 0
         """Value that ``opened`` had after it counted this import. The close writes it to ``closed`` and ``closing``."""
         self.generation: int = new.generation
+        """Generation of the exporter's slot in the descriptor. The slot has another generation once the memory was
+        freed.
+        """
         self.data: bytes = new.payload
         """The driver's export data: 64 bytes of ``cuMemPoolExportPointer`` or ``cuIpcGetMemHandle``."""
         # The driver gives an allocation of cuMemAlloc another address for each device that uses it.

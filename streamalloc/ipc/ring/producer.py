@@ -61,7 +61,7 @@ class Slot:
 
     index: int
     lease: Lease
-    """Lease with the words of the slot that the producer writes."""
+    """Lease whose words (:attr:`.Lease.words`) the producer writes for this slot of the ring."""
     used: int = 0
     """Bytes of the present item in the slot."""
     theirs: ImporterWords | None = None

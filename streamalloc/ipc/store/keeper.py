@@ -230,7 +230,9 @@ class Systemd:
                     yield name, Fd(3 + number)
 
     def send(self, state: str, *handles: Fd) -> None:
-        """Send a message with the fields ``state``, and at most one descriptor. Raises OSError if the socket fails."""
+        """Send systemd a message as ``sd_notify`` does, with at most one descriptor. ``state``: lines such as
+        ``"FDSTORE=1"``. Raises OSError if the socket fails, or if the message is not sent within 30 seconds.
+        """
         self._socket.sendmsg([state.encode()], rights_of(handles))
 
     def wait(self) -> None:
@@ -269,8 +271,8 @@ class KeeperProcess:
             return
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "streamalloc.ipc.store.keeper", str(path)]
-        # The keeper process gets its own session, so that a signal to the group of the server's terminal does not end
-        # it. It inherits no file of the server: an inherited pipe would stay open after the server has ended.
+        # The keeper gets its own session, so that signals to the foreground process group of the server's terminal do
+        # not end it. It inherits no file of the server: an inherited pipe would stay open after the server has ended.
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         self._process = subprocess.Popen(command, **quiet, start_new_session=True)
         with undoing(self._process.kill):

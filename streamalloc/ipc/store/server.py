@@ -282,8 +282,8 @@ class StoreServer(Closes):
             with self._listener.accept(timeout=0) as channel:
                 channel.send(self._refusal(no_descriptors(1)), timeout=0)
         except OSError:
-            # Another thread has taken the number of the spare descriptor. The client waits in the listener's queue
-            # until the next try.
+            # Another thread may have taken the number of the spare descriptor. Then the client waits in the listener's
+            # queue until the next try. Other errors: the client has gone, or belongs to another user.
             time.sleep(_PAUSE)
         finally:
             with contextlib.suppress(OSError):

@@ -234,7 +234,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         offset = _aligned(self.nbytes)
         missing = offset + nbytes - self._mapped
         if missing > 0:
-            # The memory grows by at least an eighth of its size, but not more than 1 GiB unless more is needed. So many
+            # The memory grows by an eighth of its size, at most 1 GiB, or by what is missing if that is more. So many
             # small tensors need few chunks, and little memory is wasted.
             step = max(missing, min(self._mapped // 8, _LARGEST_CHUNK))
             self._grow(self._rounded(step))
