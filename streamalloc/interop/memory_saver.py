@@ -181,8 +181,10 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Within the ``with`` block, inside a region, allocate from PyTorch's own memory. Memory of PyTorch that is
-        unused at the end of the block is released.
+        """Put the tensors that this thread makes in the ``with`` block into memory of PyTorch, without a tag.
+
+        A pause leaves this memory as it is. At the end of the block, the part of it that no tensor uses is released; if
+        another thread allocates from a bridge then, it is released later.
 
         Raises
         ------

@@ -156,7 +156,7 @@ class CuMemAllocator:
         Raises
         ------
         ValueError
-            The tag was not used.
+            The tag was not used, or its pool was released.
         """
         if tag not in self._bridges:
             raise ValueError(f"tag={tag!r} was not used: there are {sorted(self._bridges)}")
@@ -184,7 +184,11 @@ class CuMemAllocator:
             yield self._bridge(tag).pool.id
 
     def release_cudagraph_pool(self) -> None:
-        """Release the memory of captured graphs. Destroy the graphs before. No effect if no graph pool was used."""
+        """Release the memory of captured graphs. No effect if no graph pool was used. Destroy the graphs before:
+        otherwise their memory stays until they are gone and, for example, :attr:`pointer_to_data` is read.
+
+        Do not call this during a capture: PyTorch aborts the process (:meth:`TorchBridge.close`).
+        """
         bridge = self._bridges.pop(self.cudagraph_tag, None)
         if bridge is not None:
             bridge.close()
@@ -270,12 +274,14 @@ class CuMemAllocator:
             self._kept.pop(buffer, None)
 
     def release_pools(self) -> None:
-        """Release all memory that no tensor uses, and end all pools of PyTorch. Idempotent."""
+        """Release all memory that no tensor uses, and end all pools of PyTorch. Idempotent. Memory of captured graphs
+        as for :meth:`release_cudagraph_pool`; do not call this during a capture either.
+        """
         while self._bridges:
             self._bridges.popitem()[1].close()
 
     def close(self) -> None:
-        """Call :meth:`release_pools`."""
+        """Call :meth:`release_pools`, with the same effect and limits."""
         self.release_pools()
 
     def _bridge(self, tag: str) -> TorchBridge:
