@@ -111,7 +111,9 @@ class HostMemory(LiveMemory):
 
 @dataclass(eq=False)
 class PoolMemory(LiveMemory):
-    """Memory of a pool, which this process has made or has imported from another process."""
+    """Allocation of a pool that this process has made, or has imported from another process. ``block``: its addresses
+    in the pool's line.
+    """
 
     pool: Pool | OpenedPool = field()
     block: Block

@@ -254,7 +254,9 @@ class PoolAddresses:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def missing(self, block: Block, size: int) -> list[int]:
-        """Return the numbers of the chunks under the first ``size`` bytes of a block that have no memory yet."""
+        """Return the numbers of the chunks without physical memory, among those under the first ``size`` bytes of a
+        block.
+        """
         last = (block.start + size - 1) // CHUNK
         return [chunk for chunk in range(block.start // CHUNK, last + 1) if chunk not in self.backed]
 

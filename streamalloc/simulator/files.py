@@ -36,7 +36,7 @@ class Label(NamedTuple):
     """
     place: Place
     compression: int = 0
-    """Compression type of the memory in the file, which importers read."""
+    """Compression type of the memory (``CUmemAllocationCompType``) as a number. Importers read it from the label."""
 
     @property
     def domain(self) -> str:

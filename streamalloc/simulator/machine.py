@@ -125,7 +125,9 @@ class Machine:
     # -- life ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Release all memory, files and threads of the machine. The machine cannot be used afterwards."""
+        """Refuse all further calls, and release the memory, files and threads of the machine. If the worker thread is
+        running, it releases them after this call. Idempotent. No effect in a forked child or while Python ends.
+        """
         if not self.forked and not sys.is_finalizing():
             # From now on calls are refused: the garbage cycle of the driver may contain finalisers that still make
             # calls.

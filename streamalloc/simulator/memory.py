@@ -334,10 +334,12 @@ _code = Intervals()
 
 
 class ReservedExtent(Extent):
-    """Range of reserved addresses, parts of which can be mapped.
+    """Range of reserved addresses, parts of which can be mapped. All sizes and offsets are in bytes.
 
-    The range is placed at ``hint`` if these addresses are free; with ``low`` at the lowest free addresses; otherwise
-    where the operating system chooses. If a file ``fd`` is given, all of the range is mapped to it, from ``offset`` on.
+    With ``hint``, the range is placed there if these addresses are free. With ``low`` and no ``hint``, it is placed at
+    the lowest free addresses. In all other cases the operating system chooses. Except at a ``hint``, the address is a
+    multiple of ``alignment``. If a file ``fd`` is given (-1: none), all of the range is mapped to it, from ``offset``
+    on. Raises OSError if the operating system refuses.
     """
 
     def __init__(

@@ -335,8 +335,8 @@ class Scheduler:
         self.seeded: bool = seed is not None
 
     def rank(self, stream: Queue) -> None:
-        """Give a stream the first free rank, unless it has a rank. Pools search the memory that streams left in this
-        order.
+        """Give a stream the lowest free rank, unless it has a rank. Pools search the memory that streams left in
+        ascending order of the streams' ranks.
         """
         if stream.id not in self.ranks:
             self.ranks[stream.id] = heapq.heappop(self._free_ranks) if self._free_ranks else len(self.ranks)

@@ -1,1 +1,3 @@
-"""Functions of the driver, one module for each area. :class:`~..driver.SimulatedDriver` combines their classes."""
+"""Functions of the simulated driver, one module for each area. :class:`~streamalloc.simulator.driver.SimulatedMachine`
+combines their classes.
+"""

@@ -155,11 +155,11 @@ def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
 
 
 class Calls(Machine):
-    """Base class of the areas of driver calls, with common look-ups.
+    """Base class for the driver calls of one area, such as copies or graphs, with look-ups that several areas use.
 
-    A method that is named like a driver function becomes a call of :class:`.driver.SimulatedDriver`. The annotation of
-    a parameter is its conversion (:mod:`..arguments`). A subclass for an area adds the area's state. It extends the
-    methods of the machine that end a context, release memory, and close the machine.
+    A method that is named like a driver function becomes a function of :class:`.driver.SimulatedDriver`. The annotation
+    of a parameter defines how the argument is converted (:mod:`..arguments`). A subclass adds the state of its area. It
+    extends the methods of :class:`.Machine` that end a context, release memory, and close the machine.
     """
 
     def _find(self, kind: Any, handle: Any) -> Any:

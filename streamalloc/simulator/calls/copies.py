@@ -1,4 +1,5 @@
-"""Fills and copies of rows, planes and boxes, single and in batches.
+"""Fills and copies in one, two and three dimensions, and batches of copies: ``cuMemset*`` and ``cuMemcpy*``. Copies of
+arrays are in :mod:`.arrays`.
 
 A call checks ranges, alignment and access. The operation that it queues checks that the memory exists when it moves the
 bytes.

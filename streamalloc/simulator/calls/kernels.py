@@ -379,7 +379,11 @@ def _path(name: Any) -> bytes:
 
 
 class KernelCalls(Calls):
-    """The calls cuModule*, cuLibrary*, cuKernel*, cuFunc*, cuLaunchKernel*, cuOccupancy* and cuLink*."""
+    """Driver calls for kernels: cuModule*, cuLibrary*, cuKernel*, cuFunc*, cuLaunch*Kernel*, cuOccupancy* and cuLink*.
+
+    A launch calls the Python function that :func:`streamalloc.testing.kernel` has registered for the kernel's name.
+    For other kernels it raises :class:`NotModelled`, or does nothing if the machine ignores unknown kernels.
+    """
 
     def __init__(self, spec: MachineSpec) -> None:
         super().__init__(spec)

@@ -298,8 +298,8 @@ class MemoryCalls(VirtualMemoryCalls):
         place = arguments.place(location)
         if place.type == Location.DEVICE:
             check(0 <= place.id < len(self.devices), Result.CUDA_ERROR_INVALID_DEVICE)
-            # Users report this code for prefetches and advice of a device without concurrent managed access
-            # (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43).
+            # Users report CUDA_ERROR_INVALID_DEVICE for prefetches to a device without concurrent managed access, and
+            # for advice about such a device (rapidsai/rmm#2023, intel/llvm#4809, owl-project/owl#43).
             check(self.supports("CONCURRENT_MANAGED_ACCESS", place.id), Result.CUDA_ERROR_INVALID_DEVICE)
             return place
         check(place.type in allowed)

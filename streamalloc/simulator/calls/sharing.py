@@ -279,7 +279,9 @@ class SharingCalls(VirtualMemoryCalls):
     # -- plain memory ----------------------------------------------------------------------------------------
 
     def cuIpcGetMemHandle(self, dptr: DevicePointer) -> Any:
-        """Return the IPC handle of the allocation at an address. All addresses in the allocation give equal handles."""
+        """Return the IPC handle of the ``cuMemAlloc`` memory at an address. All addresses in one allocation give equal
+        handles. Gives CUDA_ERROR_INVALID_VALUE for other memory.
+        """
         allocation = self.allocations.find(dptr)
         self.current()
         self._not_during_capture()
