@@ -179,8 +179,9 @@ class TrackedCapture:
         """
 
     def begin_in(self, graph: TrackedGraph, stream: TrackedStream, after: Iterable[int]) -> None:
-        """Begin a capture of ``stream`` that adds nodes to ``graph``. ``after``: handles of nodes that precede the
-        captured nodes. A handle of an unknown node stands for all nodes of the graph.
+        """Have the capture of ``stream`` add its nodes to ``graph`` (``cuStreamBeginCaptureToGraph``). ``stream`` must
+        have joined this capture. ``after``: handles of the nodes that the captured nodes depend on. A handle of an
+        unknown node stands for all nodes of the graph.
         """
         self.graph = graph
         done = graph.play(self._inside)

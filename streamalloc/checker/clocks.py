@@ -350,7 +350,7 @@ class Timeline:
         return mark
 
     def record(self, stream: TrackedStream) -> Obstacle:
-        """Return an obstacle that ends when the work that is queued now on ``stream`` has run."""
+        """Queue a mark on ``stream``. Returns the mark: an obstacle that ends when the work before it has run."""
         mark = Obstacle(stream)
         self.submit(stream, lambda stream: self.end(mark, stream.clock))
         return mark

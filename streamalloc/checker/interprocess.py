@@ -140,7 +140,9 @@ class Board:
         self._free.insert(0, index)
 
     def name_entry(self, index: int, name: bytes) -> None:
-        """Set the name by which other processes find an event or import. ``name``: its export data."""
+        """Set the name of the entry at ``index``, an event or import. Other processes find the entry by this name: the
+        :func:`digest` of the export data ``name``.
+        """
         self._entries["name"][index] = digest(name)
 
     def record(self, index: int) -> int:
@@ -625,9 +627,11 @@ class Interprocess:
     # -- announcements of the facade -------------------------------------------------------------------------
 
     def opened(self, stream: TrackedStream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
-        """Record that ``stream`` waits until memory of another process is complete. None: the host has waited for it.
+        """Record that ``stream`` waits for the exporter's work (:meth:`share`) before it uses ``nbytes`` bytes of
+        imported memory at ``address``. ``stream=None``: the host has waited.
 
-        ``name``: name of the announcement (:meth:`share`). ``word``: address of the value for which the stream waits.
+        Until the exporter's announcement is over, uses of these bytes must come after a wait of this kind. ``name``:
+        name of the announcement. ``word``: address of the 32-bit word for whose value the stream waits.
         """
         self._values.ignore(word)
         ours = self.announced.get(name)

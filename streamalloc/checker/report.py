@@ -81,7 +81,9 @@ class Notes:
             found.subjects[subject] = None
 
     def texts(self) -> tuple[str, ...]:
-        """Return one text for each reason that was noted, with its count and its first place."""
+        """Return one text for each reason that was noted: the first place, the count if it is above 1, and at most
+        three names of what was not checked.
+        """
         return tuple(_text(reason, found) for reason, found in self._found.items())
 
 
