@@ -318,8 +318,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         # After a failure, objects of a part may be in a reference cycle with the error, and would count as not
         # released.
         gc.collect()
-        # The synchronisation makes the deferred releases of dropped objects possible, so that these objects do not
-        # count as not released.
+        # `synchronize` also makes the deferred releases of dropped objects. Without it, these objects would count as
+        # not released.
         tour.device.synchronize()
         left = raised(accounts.assert_nothing_left)
         tour.step(["driver.assert_nothing_left()"], "pools, memory, addresses, streams: released", left, "no error")

@@ -335,8 +335,8 @@ def _code(file: str, name: str, line: int) -> CodeType:
     """Return a code object that stands for one source line of a file, so that places have one form."""
     key = file, name, line
     if key not in _codes:
-        # Two code objects are equal if their constants are, even with different files. So the file is made a constant,
-        # too.
+        # The comparison of code objects leaves out the file, so the file is also put into the constants, which are
+        # compared.
         stand_in = (lambda: None).__code__.replace(co_filename=file, co_name=name, co_firstlineno=line)
         _codes[key] = stand_in.replace(co_consts=(None, file))
     return _codes[key]

@@ -22,10 +22,13 @@ _SUCCESS = cuda.CUresult.CUDA_SUCCESS
 
 
 class Recording:
-    """Allocations and frees of this process within the block of :meth:`running`."""
+    """Recording of the allocations and frees of this process: driver calls of any code, and the blocks of PyTorch, CuPy
+    and RMM. It is made within the block of :meth:`running`; call :meth:`calls` after that block.
+    """
 
     def __init__(self) -> None:
         self.libraries: Libraries = Libraries(stacks=None, most_entries=_MOST_ENTRIES)
+        """The source of the blocks of PyTorch, CuPy and RMM."""
         self.failure: BaseException | None = None
         """The error that ended the recording early; None if there was no error."""
         self._calls: list[Call] = []
@@ -35,7 +38,8 @@ class Recording:
         self._calls.append(Call(call.function, call.args, call.answer, call.thread, call.time))
 
     def calls(self) -> list[Call]:
-        """Return all allocations and frees, in the order of time.
+        """Return all allocations and frees, in the order of time. Call this after the block of :meth:`running`: a call
+        within the block takes the blocks that were recorded so far, and a later call lacks them.
 
         The allocation of a block by a library has the form of a call of ``cuMemAllocAsync``. The segments that contain
         blocks are left out.

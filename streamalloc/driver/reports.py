@@ -17,7 +17,9 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
-"""Tuples of a frame's code object and its offset in the bytecode, innermost frame first."""
+"""Call stack, innermost frame first: for each frame its code object, and the offset in the bytecode of the instruction
+that the frame runs (``f_lasti``).
+"""
 LIBRARIES = {
     "cuda": "cuda.core",
     "cupy": "CuPy",

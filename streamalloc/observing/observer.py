@@ -440,8 +440,9 @@ class Observer(Drawn, Leaves):
     # -- beginning and end -----------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Begin to record. Returns the observer. No effect while it records. After :meth:`stop`, the recording
-        continues with the earlier records. Raises ``OSError`` if the log cannot be opened.
+        """Start recording. Returns the observer. The first start also records the mappings that the observed objects
+        have. No effect while the observer records. After :meth:`stop`, new records are added to the earlier ones.
+        Raises ``OSError`` if the log cannot be opened.
         """
         self._account.start()
         return self
@@ -465,7 +466,9 @@ class Observer(Drawn, Leaves):
 
     @property
     def limit(self) -> int:
-        """Largest number of bytes that may be allocated at once; 0 for no limit. Assign a size to change it."""
+        """Largest number of bytes that may be allocated at once; 0 for no limit. Assign a size to change it; other
+        values raise TypeError or ValueError.
+        """
         return self._account.limit
 
     @limit.setter

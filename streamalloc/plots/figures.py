@@ -376,7 +376,8 @@ def _steps(calls: Iterable[Call]) -> Iterator[_Step]:
 
 
 def lives(of: Iterable[Call]) -> list[Life]:
-    """Return the allocations of a traced driver, each with the reason why the driver could reuse freed memory for it.
+    """Return the allocations of a traced driver in the order of the calls, each with the reason why the driver could
+    reuse freed memory for it. Only calls of ``cuMemAllocAsync`` and ``cuMemAllocFromPoolAsync`` that succeeded count.
 
     Parameters
     ----------

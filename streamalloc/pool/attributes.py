@@ -112,9 +112,9 @@ class PoolAttributes:
     driver's default is 0; the largest value, ``2**64 - 1``, keeps everything.
     """
     reserved_mem_current: Attribute[int] = Attribute(int)
-    """Bytes of the device or host that the pool holds."""
+    """Bytes of device or host memory that the pool has reserved, in use or not."""
     reserved_mem_high: Attribute[int] = Attribute(int)
-    """Most bytes held at once since the last :meth:`MemoryPool.reset_peaks`, or else since the pool was made."""
+    """Most bytes reserved at once since the last :meth:`MemoryPool.reset_peaks`, or else since the pool was made."""
     used_mem_current: Attribute[int] = Attribute(int)
     """Bytes that are allocated from the pool, as requested."""
     used_mem_high: Attribute[int] = Attribute(int)
@@ -128,7 +128,7 @@ class PoolAttributes:
     location_type: Attribute[MemLocationType] = Attribute(MemLocationType, since="13.1")
     """Kind of location of the pool's memory, as the driver reports it."""
     max_pool_size: Attribute[int] = Attribute(int, since="13.1")
-    """Largest number of bytes that the pool may hold, as the driver reports it."""
+    """Largest number of bytes that the pool may reserve, as the driver reports it."""
     hw_decompress_enabled: Attribute[bool] = Attribute(bool, since="13.1")
     """Whether the device's decompression engine can use the pool's memory."""
     locality_domain_id: Attribute[int] = Attribute(int, since="13.4")
