@@ -196,7 +196,7 @@ def module_state(request: pytest.FixtureRequest, on_cuda: bool, lasting_drivers:
     items = [item for item in request.session.items if item.path == request.path]
     allowed = {name for item in items for mark in item.iter_markers("leaves") for name in mark.args[:1]}
     where = str(request.path.relative_to(request.config.rootpath))
-    with leftovers.watched(where, lasting_drivers, allowed, lambda: request.session.testsfailed):
+    with leftovers.watched(where, lasting_drivers, allowed, lambda: request.session.testsfailed + FreeMemory.failures):
         yield
         for driver in lasting_drivers:
             # Objects of libraries that ended with the last fixtures have made their context current.

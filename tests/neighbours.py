@@ -30,6 +30,8 @@ class FreeMemory:
     """``cuMemGetInfo`` of the real driver, with a count of its calls."""
 
     calls = 0
+    failures = 0
+    """Runs of tests that failed and were repeated, or became skipped: what their frames keep is left behind."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -73,6 +75,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         none_left = any(_NONE_LEFT.search(f"{report.longrepr}{report.capstderr}") for report in failed)
         if not failed or not (none_left or FreeMemory.calls > before):
             break
+        FreeMemory.failures += 1
     else:
         if _changes():
             for report in failed:
