@@ -338,6 +338,13 @@ def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
 
 
 @pytest.fixture
+def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
+    """A cache over the test's pool."""
+    with sa.CachingAllocator(pool) as cache:
+        yield cache
+
+
+@pytest.fixture
 def gate(device: sa.Device) -> Iterator[Gate]:
     """A gate that holds streams of device 0; it is open when the test has ended."""
     with Gate(device) as gate:

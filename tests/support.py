@@ -383,11 +383,11 @@ def captured(driver: Any, stream: Any, mode: str = "GLOBAL") -> Iterator[None]:
 
 
 class Replaced:
-    """A driver with some functions of the test."""
+    """A driver with some functions, or other attributes, of the test."""
 
-    def __init__(self, driver: Any, **functions: Callable[..., Any]) -> None:
+    def __init__(self, driver: Any, **others: Any) -> None:
         self._driver = driver
-        vars(self).update(functions)
+        vars(self).update(others)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._driver, name)

@@ -11,6 +11,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.cli import main, worker
 from tests.processes import forkserver
+from tests.support import Replaced
 
 Run = Callable[..., str]
 
@@ -78,18 +79,7 @@ def complete(on_cuda: bool, *arguments: str) -> Complete:
     return Complete(code, out.getvalue(), driver.outstanding())
 
 
-class Altered:
-    """A driver in which some functions, or other attributes, are others."""
-
-    def __init__(self, driver: Any, **others: Any) -> None:
-        self._driver = driver
-        vars(self).update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._driver, name)
-
-
-def without(machine: Any, *attributes: str) -> Altered:
+def without(machine: Any, *attributes: str) -> Replaced:
     """The driver, with devices that answer 0 for some device attributes."""
     known = machine.CUdevice_attribute
     wanted = {getattr(known, f"CU_DEVICE_ATTRIBUTE_{name}", None) for name in attributes}
@@ -98,4 +88,4 @@ def without(machine: Any, *attributes: str) -> Altered:
         result, value = machine.cuDeviceGetAttribute(asked, device)
         return result, 0 if asked in wanted else value
 
-    return Altered(machine, cuDeviceGetAttribute=answer)
+    return Replaced(machine, cuDeviceGetAttribute=answer)

@@ -167,31 +167,21 @@ row_of = functools.partial(BenchRow, "row", "A row", most=1, rounds=(2, 2))
 
 def test_medians_ratios_and_targets(machine: Any) -> None:
     # The first call of each is made beforehand: with two values, rounds begin with the second.
-    row = row_of(
-        {"raw": fixed(2, 4), "ours": fixed(3, 8, size=6.0), "PyTorch": fixed(1, 1, size=2.0)},
-        (
-            Target("ours", 1.7, "raw"),
-            Target("ours", 1.8, "raw"),
-            Target("ours", 5.5),
-            Target("ours", 3.0, "PyTorch", "size"),
-            Target("ours", 5.0, figure="size"),
-            Target("ours", 1.0, "absent"),
-            Target("raw", 1.0, figure="size"),
-        ),
-    )
-    found = measured(machine, row)
+    ways = {"raw": fixed(2, 4), "ours": fixed(3, 8, size=6.0), "PyTorch": fixed(1, 1, size=2.0)}
+    targets = {
+        Target("ours", 1.7, "raw"): (1.75, False),
+        Target("ours", 1.8, "raw"): (1.75, True),
+        Target("ours", 5.5): (5.5, True),
+        Target("ours", 3.0, "PyTorch", "size"): (3.0, True),
+        Target("ours", 5.0, figure="size"): (6.0, False),
+        Target("ours", 1.0, "absent"): (None, None),
+        Target("raw", 1.0, figure="size"): (None, None),
+    }
+    found = measured(machine, row_of(ways, tuple(targets)))
     raw, ours, _ = found["rows"]
     assert (raw["median"], raw["ratio_to_raw"]) == (3, 1)
     assert (ours["median"], ours["ratio_to_raw"], ours["size"]) == (5.5, (8 / 4 + 3 / 2) / 2, 6)
-    assert [(one["found"], one["met"]) for one in found["targets"]] == [
-        (1.75, False),
-        (1.75, True),
-        (5.5, True),
-        (3.0, True),
-        (6.0, False),
-        (None, None),
-        (None, None),
-    ]
+    assert [(one["found"], one["met"]) for one in found["targets"]] == [*targets.values()]
 
 
 def test_other_bases(machine: Any) -> None:

@@ -14,7 +14,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.cli import info, main
 from streamalloc.cli.terminal import Terminal
-from tests.cli.conftest import Altered, Run
+from tests.cli.conftest import Run
+from tests.support import Replaced
 
 
 class TestArguments:
@@ -140,7 +141,7 @@ class TestPipe:
 
         out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
         monkeypatch.setattr(sys, "stdout", out)
-        with sd.use(Altered(machine, cuDeviceGetName=name)):
+        with sd.use(Replaced(machine, cuDeviceGetName=name)):
             assert main(["info"]) == 0
         out.seek(0)
         assert "Device 0: Ger?t" in out.read()

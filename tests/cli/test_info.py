@@ -13,7 +13,8 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver import internal
 from streamalloc.driver.bindings import BINDINGS_VERSION
-from tests.cli.conftest import Altered, Run, without
+from tests.cli.conftest import Run, without
+from tests.support import Replaced
 
 
 def test_table_has_every_capability(machine: Any, run: Run) -> None:
@@ -96,7 +97,7 @@ def test_wrong_bytes_in_the_other_process(machine: Any, run: Run) -> None:
     def fill_with_another(pointer: Any, value: int, count: int, stream: Any) -> Any:
         return machine.cuMemsetD8Async(pointer, value ^ 1, count, stream)
 
-    with sd.use(Altered(machine, cuMemsetD8Async=fill_with_another)):
+    with sd.use(Replaced(machine, cuMemsetD8Async=fill_with_another)):
         found = _sharing(run)["pool and its allocations"]
     assert (found["works"], found["found"]) == (False, "failed: ValueError: the other process read 4,096 wrong bytes")
 
@@ -170,7 +171,7 @@ def test_compression_is_read_from_the_handle(machine: Any, run: Run) -> None:
         properties.allocFlags.compressionType = 0
         return result, properties
 
-    with sd.use(Altered(machine, cuMemGetAllocationPropertiesFromHandle=never_compressible)):
+    with sd.use(Replaced(machine, cuMemGetAllocationPropertiesFromHandle=never_compressible)):
         found = _trials(run)["compressible"]
     assert (found["works"], found["found"]) == (False, "allocated, but not compressible")
 
@@ -223,5 +224,5 @@ class TestMulticast:
                 return machine.CUresult.CUDA_ERROR_INVALID_VALUE, None
             return machine.cuDeviceGetAttribute(asked, device)
 
-        with sd.use(Altered(machine, cuDeviceGetAttribute=answer)):
+        with sd.use(Replaced(machine, cuDeviceGetAttribute=answer)):
             assert "cannot tell" in self.found(run)["needs"][0]

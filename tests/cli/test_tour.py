@@ -11,7 +11,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.cli import tour
 from streamalloc.cli.worker import Worker
-from tests.cli.conftest import Altered, Complete, Run, complete, without
+from tests.cli.conftest import Complete, Run, complete, without
+from tests.support import Replaced
 
 PERMISSION = "STREAMALLOC_TEST_MULTICAST"
 
@@ -50,7 +51,7 @@ def test_it_is_short_and_shows_the_code_that_runs(run: Run) -> None:
 def test_a_wrong_result_is_found(machine: Any, run: Run) -> None:
     """In each part, each fill writes one more."""
     fill = machine.cuMemsetD8Async
-    with sd.use(Altered(machine, cuMemsetD8Async=lambda at, value, *rest: fill(at, value + 1, *rest))):
+    with sd.use(Replaced(machine, cuMemsetD8Async=lambda at, value, *rest: fill(at, value + 1, *rest))):
         text = run("tour", code=1)
     for wrong in ("[90], found [91]", "[1, 2], found [2, 3]", "[17], found [18]", "[7], found [8]"):
         assert f"expected {wrong}" in text
@@ -105,7 +106,7 @@ def test_a_device_without_pools(machine: Any, run: Run) -> None:
 def test_gpus_make_no_multicast_object_unless_asked(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PERMISSION, raising=False)
     calls = sd.traced(machine)
-    with sd.use(Altered(calls, is_simulated=False)):
+    with sd.use(Replaced(calls, is_simulated=False)):
         text = run("tour")
     # Symmetric memory is shown all the same.
     assert "skipped" not in text
@@ -122,5 +123,5 @@ def test_one_device(run: Run) -> None:
 @pytest.mark.gpus(2)
 def test_devices_that_do_not_reach_each_other(machine: Any, run: Run) -> None:
     success = machine.CUresult.CUDA_SUCCESS
-    with sd.use(Altered(machine, cuDeviceCanAccessPeer=lambda here, there: (success, 0))):
+    with sd.use(Replaced(machine, cuDeviceCanAccessPeer=lambda here, there: (success, 0))):
         assert "skipped  no other GPU of this machine has access to the memory of GPU 0" in run("tour")

@@ -1,7 +1,6 @@
 """Sharing a buffer of a cache: it leaves that, and its free waits for importers as that of any buffer."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,12 +10,6 @@ from tests.processes import Partner, eventually
 from tests.support import MiB, each_raises, filled
 
 SIZE = MiB
-
-
-@pytest.fixture
-def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
-    with sa.CachingAllocator(pool) as cache:
-        yield cache
 
 
 def again(cache: sa.CachingAllocator, stream: sa.Stream) -> sa.Buffer:

@@ -84,12 +84,7 @@ def _growable(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> Any:
 
 @pytest.mark.parametrize("make", [_buffer, _growable], ids=["buffer", "growable"])
 def test_importers(
-    make: Callable[..., Any],
-    device: sa.Device,
-    pool: sa.MemoryPool,
-    stream: sa.Stream,
-    partner: Partner,
-    another: Another,
+    make: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, another: Another
 ) -> None:
     """Another one has the memory open all the time; the owner frees it after each death, where it is a buffer."""
     for calls in range(MOST):

@@ -3,11 +3,11 @@
 import multiprocessing
 import os
 import pickle
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from queue import Full
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from tests.processes import SECONDS, eventually
 from tests.support import MiB, each_raises, filled, holds, read, shows
 
 SIZE = 1 << 16
+Fill = Callable[[int], sa.Buffer]
 
 
 @pytest.fixture
@@ -178,15 +179,15 @@ class TestFreedAfterPut:
         queue.put(None)
 
     @pytest.fixture
-    def fed_later(self, queue: Any) -> Iterator[threading.Event]:
+    def fed_later(self, queue: Any) -> Iterator[Event]:
         """The thread that feeds the queue comes to nothing before this is set."""
-        go = threading.Event()
+        go = Event()
         queue.put(_Late(go))
         yield go
         go.set()
 
     @pytest.fixture
-    def fill(self, pool: sa.MemoryPool, stream: sa.Stream) -> Callable[[int], sa.Buffer]:
+    def fill(self, pool: sa.MemoryPool, stream: sa.Stream) -> Fill:
         def fill(value: int) -> sa.Buffer:
             buffer = pool.allocate(4096, stream)
             buffer.fill(value)
@@ -215,14 +216,7 @@ class TestFreedAfterPut:
         indirect=["queue"],
     )
     def test_arrives(
-        self,
-        queue: Any,
-        answers: Any,
-        fed_later: threading.Event,
-        fill: Callable[[int], sa.Buffer],
-        pool: sa.MemoryPool,
-        packed: str,
-        end: str,
+        self, queue: Any, answers: Any, fed_later: Event, fill: Fill, pool: sa.MemoryPool, packed: str, end: str
     ) -> None:
         buffer = fill(7)
         queue.put(self.PACKED[packed](buffer))
@@ -237,12 +231,7 @@ class TestFreedAfterPut:
         assert eventually(lambda: pool.statistics().used == 0)
 
     def test_what_an_object_hides_raises_over_there(
-        self,
-        queue: Any,
-        answers: Any,
-        fed_later: threading.Event,
-        fill: Callable[[int], sa.Buffer],
-        capfd: pytest.CaptureFixture[str],
+        self, queue: Any, answers: Any, fed_later: Event, fill: Fill, capfd: pytest.CaptureFixture[str]
     ) -> None:
         buffer = fill(7)
         queue.put(Hides(buffer))
@@ -272,9 +261,7 @@ class TestFreedAfterPut:
                 queue.put(Hides(thing))
                 assert received(answers)[0] == kind.__name__
 
-    def test_a_queue_that_is_full(
-        self, context: Any, fill: Callable[[int], sa.Buffer], pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
+    def test_a_queue_that_is_full(self, context: Any, fill: Fill, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         """It has taken nothing, and nothing is held."""
         queue = context.Queue(1)
         queue.put(None)
@@ -291,7 +278,7 @@ class TestFreedAfterPut:
 
     def test_what_holds_nothing_of_ours_is_left_alone(self, queue: Any) -> None:
         """It is the same object that the queue's thread pickles."""
-        go = threading.Event()
+        go = Event()
         message = [_Later(go), 1]
         queue.put(message)
         message.append(2)
@@ -313,9 +300,7 @@ class TestFreedAfterPut:
         assert not multiprocess._contains_ours(Settings(values=1))
         assert multiprocess._contains_ours(Settings(values=buffer))
 
-    def test_without_a_thread_the_caller_is_told(
-        self, context: Any, fill: Callable[[int], sa.Buffer], on_cuda: bool
-    ) -> None:
+    def test_without_a_thread_the_caller_is_told(self, context: Any, fill: Fill, on_cuda: bool) -> None:
         """A pipe, a simple queue, the arguments of a process, and the tasks of a pool of workers."""
         buffer = fill(1)
         buffer.free()
@@ -331,7 +316,7 @@ class TestFreedAfterPut:
             workers.close()
             workers.join()
 
-    def test_an_executor_s_future_is_told(self, context: Any, fill: Callable[[int], sa.Buffer], on_cuda: bool) -> None:
+    def test_an_executor_s_future_is_told(self, context: Any, fill: Fill, on_cuda: bool) -> None:
         buffer = fill(1)
         buffer.free()
         arguments: Any = (Chosen(on_cuda),)
@@ -342,9 +327,7 @@ class TestFreedAfterPut:
             with fill(3) as other:
                 assert workers.submit(_value_in_a_worker, other).result(SECONDS) == [3]
 
-    def test_shared_twice(
-        self, queue: Any, answers: Any, fill: Callable[[int], sa.Buffer], pool: sa.MemoryPool
-    ) -> None:
+    def test_shared_twice(self, queue: Any, answers: Any, fill: Fill, pool: sa.MemoryPool) -> None:
         """A result of ``share`` holds the memory in each message, even if it did not hold it before."""
         buffer = fill(7)
         shared = ipc.share(buffer)
@@ -358,7 +341,7 @@ class TestFreedAfterPut:
 class _Late:
     """Comes out of a queue as a text that nobody has put in, once the thread that feeds it may go on."""
 
-    def __init__(self, go: threading.Event) -> None:
+    def __init__(self, go: Event) -> None:
         self._go = go
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -226,11 +226,7 @@ def test_chrome_s_trace(observer: sa.Observer, tmp_path: Path) -> None:
     observer.save_chrome(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert all({"ph", "name", "pid", "tid", "ts"} <= set(event) for event in events)
-    counters: dict[str, list[int]] = {}
-    for event in events:
-        if event["ph"] == "C":
-            counters.setdefault(event["name"], []).append(event["args"]["allocated bytes"])
-    assert counters == {
+    assert _totals(observer, tmp_path / "trace.json") == {
         "pool DEVICE:0": [3 * MiB, 4 * MiB, MiB, MiB + 512],
         "mapping DEVICE:0": [2 * MiB, 6 * MiB, 2 * MiB],
     }

@@ -32,6 +32,11 @@ _PROGRAM = re.compile(r"`([^`]+)`(?: raises `(\w+)`)?$")
 NEEDS = {"peer": pytest.mark.gpus(2), "managed": pytest.mark.managed}
 
 
+def _once(make: Callable[[Any], Any]) -> Any:
+    """An attribute that is made at its first use."""
+    return functools.cached_property(make)
+
+
 class Given:
     """What the programs of the page use."""
 
@@ -43,63 +48,34 @@ class Given:
     sa, np, ipc, vmm, os, gc, pickle = sa, np, ipc, vmm, os, gc, pickle
     posix = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
-    @functools.cached_property
-    def peer(self) -> sa.Device:
-        return sa.Device(1)
-
-    @functools.cached_property
-    def stream(self) -> sa.Stream:
-        return self._stack.enter_context(self.device.create_stream())
-
-    @functools.cached_property
-    def second(self) -> sa.Stream:
-        return self._stack.enter_context(self.device.create_stream())
-
-    @functools.cached_property
-    def pool(self) -> sa.MemoryPool:
-        return self._stack.enter_context(sa.MemoryPool(self.device, release_threshold=1 << 40))
-
-    @functools.cached_property
-    def other_pool(self) -> sa.MemoryPool:
-        return self._stack.enter_context(sa.MemoryPool(self.device))
-
-    @functools.cached_property
-    def host_pool(self) -> sa.MemoryPool:
-        return self._stack.enter_context(sa.MemoryPool(sa.MemLocation.host()))
-
-    @functools.cached_property
-    def export(self) -> sa.MemoryPool:
-        return self._stack.enter_context(sa.MemoryPool(self.device, handle_types=self.posix))
+    peer = _once(lambda self: sa.Device(1))
+    stream: sa.Stream = _once(lambda self: self._stack.enter_context(self.device.create_stream()))
+    second: sa.Stream = _once(lambda self: self._stack.enter_context(self.device.create_stream()))
+    pool: sa.MemoryPool = _once(
+        lambda self: self._stack.enter_context(sa.MemoryPool(self.device, release_threshold=1 << 40))
+    )
+    other_pool: sa.MemoryPool = _once(lambda self: self._stack.enter_context(sa.MemoryPool(self.device)))
+    host_pool: sa.MemoryPool = _once(lambda self: self._stack.enter_context(sa.MemoryPool(sa.MemLocation.host())))
+    export: sa.MemoryPool = _once(
+        lambda self: self._stack.enter_context(sa.MemoryPool(self.device, handle_types=self.posix))
+    )
 
     @functools.cached_property
     def managed_pool(self) -> sa.MemoryPool:
         kind = sa.MemAllocationType.MANAGED
         return self._stack.enter_context(sa.MemoryPool(sa.MemPoolProps(alloc_type=kind, location=self.device.location)))
 
-    @functools.cached_property
-    def managed(self) -> sa.Buffer:
-        return self.managed_pool.allocate(1 << 21, self.stream)
-
-    @functools.cached_property
-    def other_managed(self) -> sa.Buffer:
-        return self.managed_pool.allocate(1 << 21, self.stream)
-
-    @functools.cached_property
-    def buffer(self) -> sa.Buffer:
-        return self.pool.allocate(4096, self.stream)
+    managed = _once(lambda self: self.managed_pool.allocate(1 << 21, self.stream))
+    other_managed = _once(lambda self: self.managed_pool.allocate(1 << 21, self.stream))
+    buffer = _once(lambda self: self.pool.allocate(4096, self.stream))
 
     @functools.cached_property
     def host_buffer(self) -> sa.Buffer:
         self.host_pool.set_access(self.device, sa.MemAccess.READWRITE)
         return self.host_pool.allocate(4096, self.stream)
 
-    @functools.cached_property
-    def host(self) -> Any:
-        return np.arange(4096, dtype=np.uint16).astype(np.uint8)
-
-    @functools.cached_property
-    def gate(self) -> Gate:
-        return self._stack.enter_context(Gate(self.device))
+    host = _once(lambda self: np.arange(4096, dtype=np.uint16).astype(np.uint8))
+    gate = _once(lambda self: self._stack.enter_context(Gate(self.device)))
 
     def captured(self, work: Callable[[], object]) -> sa.Graph:
         with self.stream.capture() as graph:
@@ -180,8 +156,7 @@ class Given:
         memory.prefetch(self.device)
         return memory
 
-    def in_thread(self, body: Callable[[], object]) -> None:
-        in_threads(body)
+    in_thread = staticmethod(in_threads)
 
     def with_block(self, stream: sa.Stream) -> sa.Stream:
         with stream:

@@ -306,8 +306,8 @@ def _written_asleep(world: Virtual, one: Any) -> None:
     one.write(world.sleeper, DATA[:PAGE])
 
 
-def _made_current(world: World, one: Any) -> None:
-    with one.make_current():
+def _entered(block: Any) -> None:
+    with block:
         pass
 
 
@@ -321,11 +321,6 @@ def _added_to(world: World, one: Any) -> None:
         buffer.add_free(after=[buffer.node])
 
 
-def _in_context(world: World, one: Any) -> None:
-    with one.current():
-        pass
-
-
 Act = Callable[[Any, Any], Any]
 
 
@@ -336,18 +331,13 @@ def _data_for(one: Any) -> Any:
     return data.view(one.dtype).reshape(one.shape) if isinstance(one, sa.TypedView) else data
 
 
-def _measured(group: Any) -> None:
-    with group.measure("other"):
-        pass
-
-
 ACTS: dict[str, Act] = {
     # devices
     "all": lambda world, one: one.all(world.driver),
     "attribute": lambda world, one: one.attribute("MULTIPROCESSOR_COUNT"),
     "can_access": lambda world, one: one.can_access(one),
     "count": lambda world, one: one.count(world.driver),
-    "Device.current": _in_context,
+    "Device.current": lambda world, one: _entered(one.current()),
     # streams and events
     "capture": _captured,
     "elapsed_since": lambda world, one: one.elapsed_since(one),
@@ -381,7 +371,7 @@ ACTS: dict[str, Act] = {
     "allocate_async": lambda world, one: asyncio.run(one.allocate_async(64, world.stream)),
     "MemoryPool.current": lambda world, one: one.current(world.device),
     "default": lambda world, one: one.default(world.device),
-    "make_current": _made_current,
+    "make_current": lambda world, one: _entered(one.make_current()),
     "set_access": lambda world, one: one.set_access(world.device, sa.MemAccess.READWRITE),
     "CachingAllocator.allocate": lambda world, one: one.allocate(4096, world.stream),
     "to_device": lambda world, one: one.to_device(bytes(64), world.stream),
@@ -411,7 +401,7 @@ ACTS: dict[str, Act] = {
     "SleepGroup.write": _written_asleep,
     "after_wake": lambda world, one: one.after_wake(len),
     "before_sleep": lambda world, one: one.before_sleep(len),
-    "measure": lambda world, one: _measured(one),
+    "measure": lambda world, one: _entered(one.measure("other")),
     "resume": lambda world, one: None,  # with a tier on disk, in tests/vmm
     "sleep": _slept,
     "freeze": _frozen,

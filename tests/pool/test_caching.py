@@ -20,12 +20,6 @@ SIZE = 4096
 
 
 @pytest.fixture
-def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
-    with sa.CachingAllocator(pool) as cache:
-        yield cache
-
-
-@pytest.fixture
 def other(device: sa.Device) -> Iterator[sa.Stream]:
     with device.create_stream() as stream:
         yield stream

@@ -29,12 +29,6 @@ RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @pytest.fixture
-def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
-    with sa.CachingAllocator(pool) as cache:
-        yield cache
-
-
-@pytest.fixture
 def worker() -> Iterator[Worker]:
     """Runs functions on one other thread, which ends after the test."""
     with ThreadPoolExecutor(1) as pool:

@@ -96,7 +96,7 @@ def test_one_of_them(streamalloc_machine):
 
 def test_a_process_that_outlives_its_test(run: Run) -> None:
     """It goes on with the driver that it has."""
-    result = run(
+    run(
         CHILD
         + """
 def steps(connection):
@@ -129,8 +129,7 @@ def test_starts_it(lasting):
 def test_uses_it(lasting):
     assert asked(lasting[1]) == "CheckedDriver"
 """
-    )
-    result.assert_outcomes(passed=2)
+    ).assert_outcomes(passed=2)
 
 
 def test_of_programs(run: Run) -> None:
@@ -163,7 +162,7 @@ def test_of_a_test_that_has_ended(variable: str) -> None:
 
 def test_of_buffers_that_were_sent(run: Run) -> None:
     """Arguments of a process last until its end, and are no leak."""
-    result = run(
+    run(
         CHILD
         + """
 def test_it(streamalloc_machine, streamalloc_environment, monkeypatch):
@@ -183,5 +182,4 @@ def test_it(streamalloc_machine, streamalloc_environment, monkeypatch):
     stream.close()
 """,
         "--streamalloc-leaks",
-    )
-    result.assert_outcomes(passed=1)
+    ).assert_outcomes(passed=1)

@@ -178,7 +178,7 @@ with testing.install(sd.simulated(devices=3)):
         assert len(hooks) == 1
 
     def test_the_fixture(self, run: Run) -> None:
-        result = run("""
+        run("""
             from cuda.bindings import driver
 
             @pytest.mark.streamalloc(devices=2)
@@ -188,8 +188,7 @@ with testing.install(sd.simulated(devices=3)):
             def test_not_installed():
                 from streamalloc.testing.installing import _targets
                 assert not _targets
-        """)
-        result.assert_outcomes(passed=2)
+        """).assert_outcomes(passed=2)
 
 
 class TestRun:

@@ -52,14 +52,6 @@ def world() -> Iterator[World]:
     world.stream.close()
 
 
-def _range(world: World) -> Any:
-    return vmm.AddressRange(PAGE, driver=world.driver)
-
-
-def _group(world: World) -> Any:
-    return vmm.SleepGroup(world.device)
-
-
 # By the words that name it: what makes an object; all are closed by close(), and dropped.
 OPEN: dict[str, Callable[[World], Any]] = {
     "stream ": lambda world: world.device.create_stream(),
@@ -73,8 +65,8 @@ OPEN: dict[str, Callable[[World], Any]] = {
     "Shared held": lambda world: ipc.share(world.buffer, hold=True),
     "GrowableBuffer": lambda world: vmm.GrowableBuffer(world.device, 4 * PAGE, PAGE),
     "PhysicalMemory": lambda world: vmm.PhysicalMemory(world.device, PAGE),
-    "AddressRange": _range,
-    "SleepGroup": _group,
+    "AddressRange": lambda world: vmm.AddressRange(PAGE, driver=world.driver),
+    "SleepGroup": lambda world: vmm.SleepGroup(world.device),
     "MulticastObject": lambda world: multicast.MulticastObject(PAGE, 2, driver=world.driver),
     "file descriptor": lambda world: ipc.Fd(os.dup(0)),
 }

@@ -28,7 +28,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class TestMachines:
     def test_each_test_has_its_own(self, run: Run) -> None:
-        result = run("""
+        run("""
             seen = []
 
             @pytest.mark.parametrize("number", range(3))
@@ -48,12 +48,11 @@ class TestMachines:
 
             def test_not_without_the_fixture():
                 assert sd.default.__module__ and sd.selection.default_of_threads() is None
-        """)
-        result.assert_outcomes(passed=5)
+        """).assert_outcomes(passed=5)
 
     @pytest.mark.parametrize("scope", ["class", "module", "session"])
     def test_twins_last(self, run: Run, scope: str) -> None:
-        result = run(f"""
+        run(f"""
             seen = set()
 
             class TestIt:
@@ -74,11 +73,10 @@ class TestMachines:
 
                 def test_outside_again(self, streamalloc_machine_{scope}):
                     assert sd.default() is streamalloc_machine_{scope} and len(seen) == 1
-        """)
-        result.assert_outcomes(passed=4)
+        """).assert_outcomes(passed=4)
 
     def test_what_marks_say(self, run: Run) -> None:
-        result = run("""
+        run("""
             pytestmark = pytest.mark.streamalloc(devices=2, machine={"memory": 1 << 30})
 
             def test_module(streamalloc_machine):
@@ -100,8 +98,7 @@ class TestMachines:
             @pytest.mark.streamalloc(simulated_only="no reason")
             def test_here(streamalloc_machine):
                 pass
-        """)
-        result.assert_outcomes(passed=5)
+        """).assert_outcomes(passed=5)
 
     def test_a_mark_is_applied_where_no_machine_is_taken(self, run: Run) -> None:
         result = run("""
@@ -383,7 +380,7 @@ class TestLeaks:
         assert result.stdout.str().count("1 thing was made here and not released") == 2
 
     def test_of_tests_that_are_expected_to_fail(self, run: Run) -> None:
-        result = run(
+        run(
             """
             @pytest.mark.xfail(raises=ZeroDivisionError)
             def test_it(streamalloc_machine):
@@ -391,11 +388,10 @@ class TestLeaks:
                 1 / 0
             """,
             "--streamalloc-leaks",
-        )
-        result.assert_outcomes(xfailed=1)
+        ).assert_outcomes(xfailed=1)
 
     def test_of_faulty_machines(self, run: Run) -> None:
-        result = run(
+        run(
             """
             def test_it(streamalloc_faults):
                 streamalloc_faults.fail("cuStreamCreateWithPriority", nth=2)
@@ -407,8 +403,7 @@ class TestLeaks:
                 streamalloc_faults.fail("cuCtxSynchronize", times=100, result="CUDA_ERROR_UNKNOWN")
             """,
             "--streamalloc-leaks",
-        )
-        result.assert_outcomes(passed=1)
+        ).assert_outcomes(passed=1)
 
 
 class TestCheck:
@@ -471,7 +466,7 @@ class TestCheck:
 
 class TestFaults:
     def test_refuses_what_it_is_told_to(self, run: Run) -> None:
-        result = run("""
+        run("""
             @pytest.fixture
             def device(streamalloc_machine):
                 return sa.Device(0)
@@ -503,8 +498,7 @@ class TestFaults:
             def test_mistakes(streamalloc_faults):
                 with pytest.raises(ValueError, match="times=0"):
                     streamalloc_faults.fail("cuMemCreate", times=0)
-        """)
-        result.assert_outcomes(passed=3)
+        """).assert_outcomes(passed=3)
 
     def test_has_to_be_named(self, run: Run) -> None:
         result = run("""

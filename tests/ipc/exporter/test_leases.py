@@ -16,7 +16,7 @@ from streamalloc.testing import Gate
 from tests.ipc import support as steps
 from tests.ipc.support import POSIX, shared_pool, uses
 from tests.processes import SECONDS, Partner, There, eventually
-from tests.support import KEEP, MiB, executed, filled, holds, names, pending
+from tests.support import KEEP, MiB, Replaced, executed, filled, holds, names, pending
 
 SIZE = 1 << 16
 
@@ -278,28 +278,18 @@ def _free(there: There, name: str) -> None:
     there.kept[name].free()
 
 
-class Between:
-    """A driver in which something happens once between a free and what its caller does next."""
-
-    def __init__(self, driver: Any) -> None:
-        self._driver = driver
-        self.after_free: Callable[[], None] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._driver, name)
-
-    def cuMemFreeAsync(self, *arguments: Any) -> Any:
-        answer = self._driver.cuMemFreeAsync(*arguments)
-        then, self.after_free = self.after_free, None
-        if then is not None:
-            then()
-        return answer
-
-
 class TestThreads:
     def test_another_thread_has_the_memory_as_soon_as_it_is_free(self, machine: Any, partner: Partner) -> None:
         """Its lease is its own."""
-        driver = Between(machine)
+        then: list[Callable[[], None]] = []
+
+        def free(*arguments: Any) -> Any:
+            answer = machine.cuMemFreeAsync(*arguments)
+            while then:
+                then.pop()()
+            return answer
+
+        driver: Any = Replaced(machine, cuMemFreeAsync=free)
         device = sa.Device(0, driver=driver)
         with device.create_stream() as stream, shared_pool(device) as pool:
             first = pool.allocate(MiB, stream)
@@ -311,7 +301,7 @@ class TestThreads:
                 taken.append((buffer, ipc.share(buffer)))
 
             address = first.address
-            driver.after_free = take
+            then.append(take)
             first.free()
             ((second, shared),) = taken
             assert second.address == address

@@ -1,6 +1,7 @@
 """Limits, eviction, devices, a full device, and groups that commit together."""
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +13,9 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc.store import writing
 from tests.ipc.store.support import write
+from tests.ipc.transport.test_communicator import Board, Plain
 from tests.processes import Partner, There, eventually
-from tests.support import MiB, each_raises, holds
+from tests.support import MiB, each_raises, holds, in_threads
 
 Serve = Callable[..., ipc.Store]
 
@@ -116,53 +118,19 @@ def test_an_epoch_of_more_chunks_than_a_packet_has_descriptors(serve: Serve, mon
             assert all(holds(found[f"{number}"], number) for number in (0, 63, 64, 149))
 
 
-class Ranks:
-    """Two ranks of one process, on threads."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=20)
-        self._data: list[bytes] = [b"", b""]
-
-    def member(self, rank: int) -> Any:
-        return _Rank(self, rank)
-
-    def gather(self, rank: int, data: bytes) -> list[bytes]:
-        self._data[rank] = data
-        self._barrier.wait()
-        found = list(self._data)
-        self._barrier.wait()
-        return found
-
-
-class _Rank:
-    size = 2
-
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self._ranks = ranks
-        self.rank = rank
-
-    def allgather(self, data: bytes) -> list[bytes]:
-        return self._ranks.gather(self.rank, data)
-
-
 class TestGroups:
     def both(self, act: Callable[[int, Any], object]) -> list[BaseException | None]:
         """The error of each rank."""
-        ranks = Ranks()
-        raised: list[BaseException | None] = [None, None]
+        board = Board(2)
 
-        def run(rank: int) -> None:
+        def run(rank: int) -> BaseException | None:
             try:
-                act(rank, ranks.member(rank))
+                act(rank, Plain(rank, 2, board))
             except BaseException as error:
-                raised[rank] = error
+                return error
+            return None
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return raised
+        return in_threads(*[functools.partial(run, rank) for rank in range(2)])
 
     def test_commit_together(self, store: ipc.Store) -> None:
         def act(rank: int, group: Any) -> None:

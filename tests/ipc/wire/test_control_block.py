@@ -20,7 +20,7 @@ from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, ControlBlock, I
 from streamalloc.testing import Gate
 from tests.ipc.support import again, hold, opened_by, shared_pool
 from tests.processes import Partner, There, eventually
-from tests.support import MiB, captured, executed
+from tests.support import MiB, Replaced, captured, executed
 
 pytestmark = [pytest.mark.simulated_only("several drivers in one process, which stand for several processes")]
 
@@ -168,38 +168,25 @@ class TestCapturesOfOtherCode:
         assert pool.statistics().used == 0
 
 
-class _Interrupted:
-    """A driver in the middle of one of whose calls something happens."""
-
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
-        self.before: Callable[[], object] | None = None
-        self.after: Callable[[], object] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.driver, name)
-
-    def cuPointerGetAttribute(self, *args: Any) -> Any:
-        before, self.before = self.before, None
-        if before is not None:
-            before()
-        answer = self.driver.cuPointerGetAttribute(*args)
-        after, self.after = self.after, None
-        if after is not None:
-            after()
-        return answer
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_opened_again_while_the_first_is_collected(pool: sa.MemoryPool, stream: sa.Stream, when: str) -> None:
     """The size is asked for when the memory is open here already: the last object must not go meanwhile."""
     buffer = pool.allocate(MiB, stream)
     shared = ipc.share(buffer)
-    machine = _Interrupted(sd.simulated())
+    simulated: Any = sd.simulated()
+
+    def attribute(*arguments: Any) -> Any:
+        if when == "before":
+            gc.collect()
+        answer = simulated.cuPointerGetAttribute(*arguments)
+        if when == "after":
+            gc.collect()
+        return answer
+
+    machine: Any = Replaced(simulated, cuPointerGetAttribute=attribute)
     cycle: list[Any] = [opened_by(machine, shared)]
     cycle.append(cycle)
     del cycle
-    setattr(machine, when, gc.collect)
     opened = ipc.open(bytes(shared), driver=machine)
     buffer.free()
     stream.synchronize()
