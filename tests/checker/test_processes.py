@@ -52,8 +52,14 @@ def shared_pool(bench: Bench) -> Any:
     return bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
 
 
-def exported(bench: Bench, pool: sa.MemoryPool, buffer: sa.Buffer) -> tuple[int, bytes]:
-    """A descriptor of a pool, which the test's end closes, and the export data of its memory."""
+def of_shared_pool(bench: Bench) -> Any:
+    """A buffer of a pool of its own that another process can have."""
+    return shared_pool(bench).allocate(SIZE, bench.a)
+
+
+def exported(bench: Bench, buffer: sa.Buffer) -> tuple[int, bytes]:
+    """A descriptor of the pool, which the test's end closes, and the export data of its memory."""
+    pool: Any = buffer.owner
     fd = bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(pool.handle), _KIND, 0)
     bench._stack.callback(os.close, fd)
     return fd, opaque_bytes(bench.raw("cuMemPoolExportPointer", buffer.address))
@@ -90,11 +96,10 @@ class Shared:
     """A buffer that another process has open."""
 
     def __init__(self, bench: Bench, partner: Partner) -> None:
-        self.pool = shared_pool(bench)
-        self.buffer = self.pool.allocate(SIZE, bench.a)
+        self.buffer = of_shared_pool(bench)
         self.buffer.fill(1)
         bench.a.synchronize()
-        fd, self.data = exported(bench, self.pool, self.buffer)
+        fd, self.data = exported(bench, self.buffer)
         partner.run(_import, self.data, fds=[fd])
 
 
@@ -151,8 +156,7 @@ def test_an_importer_that_was_killed_has_nothing(bench: Bench, on_cuda: bool) ->
 @pytest.mark.parametrize("wrong", [False, True])
 def test_sharing_announces_what_is_ready(bench: Bench, partner: Partner, wrong: bool) -> None:
     """The library tells importers by a word when memory is ready: in the order of the stream that it is given."""
-    pool = shared_pool(bench)
-    buffer = pool.allocate(SIZE, bench.a)
+    buffer = of_shared_pool(bench)
     bench.a.synchronize()
     bench.write(buffer, bench.a)
     shared = ipc.share(buffer, stream=bench.b if wrong else bench.a)
@@ -203,8 +207,7 @@ def _let_go(there: There) -> list[str]:
 
 def test_the_free_waits_for_importers_that_have_closed(bench: Bench, partner: Partner) -> None:
     """The facade's free waits, in stream order, until the importer's own free has run."""
-    pool = shared_pool(bench)
-    buffer = pool.allocate(SIZE, bench.a)
+    buffer = of_shared_pool(bench)
     shared = ipc.share(buffer)
     partner.run(_open_checked, bytes(shared), fds=shared.fds)
     buffer.free()
@@ -304,14 +307,13 @@ def _step(there: There, offset: int, nbytes: int, waits: bool) -> list[str]:
 def test_an_importer_waits_for_the_exporter_s_event(
     bench: Bench, partner: Partner, wait: int | None, synchronised: bool, expected: list[str]
 ) -> None:
-    pool = shared_pool(bench)
-    buffer = pool.allocate(SIZE, bench.a)
+    buffer = of_shared_pool(bench)
     bench.a.synchronize()
     before, after = (bench.event(interprocess=True) for _ in range(2))
     bench.a.record(before)
     bench.write(buffer, bench.a)
     bench.a.record(after)
-    fd, data = exported(bench, pool, buffer)
+    fd, data = exported(bench, buffer)
     events = [event_handle(bench, one) for one in (before, after)]
     if synchronised:
         bench.a.synchronize()
@@ -324,11 +326,10 @@ def test_an_importer_waits_for_the_exporter_s_event(
 
 def test_handles_once_and_an_event_a_step(bench: Bench, partner: Partner) -> None:
     """A step that does not wait for its own recording is found; one for other bytes need not wait, as the host has."""
-    pool = shared_pool(bench)
-    buffer = pool.allocate(SIZE, bench.a)
+    buffer = of_shared_pool(bench)
     bench.a.synchronize()
     event = bench.event(interprocess=True)
-    fd, data = exported(bench, pool, buffer)
+    fd, data = exported(bench, buffer)
     partner.run(_import, data, event_handle(bench, event), fds=[fd])
     half = SIZE // 2
 
@@ -384,8 +385,7 @@ def test_an_importer_uses_memory_after_the_stream_that_opened_it(
 ) -> None:
     memory: Any
     if kind == "buffer":
-        pool = shared_pool(bench)
-        memory = pool.allocate(SIZE, bench.a)
+        memory = of_shared_pool(bench)
     else:
         memory = bench.keep(vmm.GrowableBuffer(bench.device, capacity=2 * PAGE, handle_types=_POSIX))
         memory.resize(PAGE)
@@ -473,11 +473,10 @@ class _Turns:
 
     def __init__(self, bench: Bench, partner: Partner) -> None:
         self.bench = bench
-        self.pool = shared_pool(bench)
-        self.buffer = self.pool.allocate(SIZE, bench.a)
+        self.buffer = of_shared_pool(bench)
         bench.a.synchronize()
         self.written, self.read = (bench.event(interprocess=True) for _ in range(2))
-        self.fd, self.data = exported(bench, self.pool, self.buffer)
+        self.fd, self.data = exported(bench, self.buffer)
         word = bench.keep(ipc.Fd(os.memfd_create("")))
         os.ftruncate(word.fileno(), mmap.PAGESIZE)
         with bench.device.current():
@@ -552,8 +551,7 @@ def _closes_steps(there: There) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_steps_of_memory_that_the_facade_has_shared(bench: Bench, partner: Partner, waits: bool) -> None:
     """Its word says that the first contents are there, and no more."""
-    pool = shared_pool(bench)
-    buffer, event = pool.allocate(SIZE, bench.a), bench.event(interprocess=True)
+    buffer, event = of_shared_pool(bench), bench.event(interprocess=True)
     buffer.fill(1)
     shared = ipc.share(buffer)
     partner.run(_opens_steps, bytes(shared), bytes(ipc.share(event)), fds=[fd.fileno() for fd in shared.fds])

@@ -384,8 +384,12 @@ class Freed:
         self.raw = self.rig.raw
         self.pointer = self.rig.allocate(self.pool, SIZE, self.first)
 
-    def free(self) -> None:
+    def free_before(self, call: "Act") -> None:
+        """Free, and make a call with an event that was recorded after that, once all has run."""
         self.rig.free(self.pointer, self.first)
+        event = self.recorded(self.first)
+        assert self.rig.executed(self.first)
+        call(self, event)
 
     def recorded(self, stream: Any) -> Any:
         """An event recorded on the stream now."""
@@ -495,10 +499,7 @@ TELL = ("cuEventSynchronize", "cuCtxSynchronize", "cuStreamSynchronize of a depe
 def test_another_stream_reuses_after(rig: Rig, name: str) -> None:
     visible, call = name in TELL, (CALLS | ONLY_FOR_REUSE)[name]
     case = Freed(rig, rig.pool(UINT64_MAX, "000"), rig.stream(), rig.stream())
-    case.free()
-    event = case.recorded(case.first)
-    assert rig.executed(case.first)
-    call(case, event)
+    case.free_before(call)
     assert case.reused(case.second) == visible
     reserved = (32 if visible else 64) * MiB
     assert rig.stats(case.pool) == Stats(reserved, reserved, SIZE, SIZE)
@@ -508,10 +509,7 @@ def test_another_stream_reuses_after(rig: Rig, name: str) -> None:
 def test_pool_releases_after(rig: Rig, name: str) -> None:
     visible, call = name in TELL, (CALLS | ONLY_FOR_RELEASE)[name]
     case = Freed(rig, rig.pool(0), rig.stream(), rig.stream())
-    case.free()
-    event = case.recorded(case.first)
-    assert rig.executed(case.first)
-    call(case, event)
+    case.free_before(call)
     assert rig.stats(case.pool) == Stats(0 if visible else 32 * MiB, 32 * MiB, 0, SIZE)
 
 

@@ -333,18 +333,23 @@ def test_the_memory_is_taken_when_a_sleep_is_undone(
     assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
 
 
+def sleep_by_half(group: vmm.SleepGroup, faults: Any, inner: Any) -> None:
+    """The second unmap fails, and so does the undo of the first one, whose memory stays."""
+    faults.fail("cuMemUnmap", 2, result="CUDA_ERROR_UNKNOWN")
+    inner.fail("cuMemMap", result="CUDA_ERROR_UNKNOWN")
+    with pytest.raises(sa.CudaError, match="cuMemUnmap"):
+        group.sleep(keep=False)
+    faults.stop()
+    inner.stop()
+
+
 def test_bytes_that_stay_in_memory_are_neither_read_nor_replaced(machine: Any) -> None:
     inner = refusing(machine)
     faults = refusing(inner)
     with vmm.SleepGroup(sa.Device(0, driver=faults)) as group:
         buffer, other = group.allocate(PAGE), group.allocate(PAGE)
         filled(buffer, 1)
-        faults.fail("cuMemUnmap", 2, result="CUDA_ERROR_UNKNOWN")
-        inner.fail("cuMemMap", result="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(sa.CudaError, match="cuMemUnmap"):
-            group.sleep(keep=False)
-        faults.stop()
-        inner.stop()
+        sleep_by_half(group, faults, inner)
         assert buffer.evicted and not other.evicted
         for call in (group.read, group.write):
             with pytest.raises(ValueError, match=r"keeps its memory.*wake\(\)"):
@@ -369,12 +374,7 @@ def test_memory_that_is_kept_and_was_closed_since(machine: Any) -> None:
         group = vmm.SleepGroup(buffer.device)
         group.add(buffer)
         group.add(other)
-        faults.fail("cuMemUnmap", 2, result="CUDA_ERROR_UNKNOWN")
-        inner.fail("cuMemMap", result="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(sa.CudaError, match="cuMemUnmap"):
-            group.sleep(keep=False)
-        faults.stop()
-        inner.stop()
+        sleep_by_half(group, faults, inner)
         assert buffer.evicted
         first.close()
         buffer.restore()
