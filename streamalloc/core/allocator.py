@@ -106,7 +106,7 @@ class Allocator(Unique, BufferSource):
         Raises
         ------
         OutOfMemoryError
-            There is no memory. The error has memory figures of the pool and of the device.
+            There is not enough memory. The error has memory figures of the pool and of the device.
         NotSupportedError
             ``stream`` is being captured, and the pool was made for sharing (``handle_types``) or is not in device
             memory.
@@ -183,7 +183,7 @@ class Allocator(Unique, BufferSource):
         TypeError, ValueError
             ``data`` is not of these types.
         OutOfMemoryError
-            There is no memory. Other errors are those of :meth:`allocate`.
+            There is not enough memory. Other errors are those of :meth:`allocate`.
         """
         side = CopySide.of(data, self._session)
         buffer = self.allocate(side.nbytes, stream)

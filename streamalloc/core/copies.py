@@ -57,7 +57,7 @@ class Copyable(MemoryBase):
         ------
         TypeError, ValueError
             ``value`` is of another type or does not fit ``width``, or the memory's size or address is not a multiple of
-            the width.
+            the width. Or ``stream`` is not a stream of this driver.
         ClosedError
             The memory was freed, or the stream was closed.
         """
@@ -86,7 +86,8 @@ class Copyable(MemoryBase):
         bytes (``cuMemcpyAsync``, ``cuStreamSynchronize``).
 
         ``pickle.dumps(memory.tobytes())`` pickles the contents; :meth:`MemoryPool.to_device` copies such bytes to new
-        memory. Raises CaptureError while the stream is being captured; the capture is then invalid.
+        memory. Raises CaptureError while the stream is being captured; the capture is then invalid. Raises ClosedError
+        if the memory was freed or the stream closed.
         """
         host, ordered = np.empty(self.nbytes, np.uint8), self._ordered_on(stream)
         Copyable.copy_to(self, host, ordered)
@@ -111,7 +112,10 @@ class Copyable(MemoryBase):
         Raises
         ------
         TypeError, ValueError
-            The target is not of these types, is read-only or not contiguous, or has another size.
+            The target is not of these types, is read-only or not contiguous, or has another size. Or ``stream`` is not
+            a stream of this driver.
+        ClosedError
+            This memory or the target was freed, or the stream was closed.
         """
         if options is not None:
             copy_batch(self._ordered_on(stream), [self], [target], options=options)
@@ -120,7 +124,8 @@ class Copyable(MemoryBase):
             copy_bytes(CopySide.of(target, self._session, writable=True), CopySide.of(self, self._session), ordered)
 
     def copy_from(self, source: Any, stream: StreamLike | None = None, *, options: CopyOptions | None = None) -> None:
-        """Copy all bytes from ``source``, which must have the same size. Otherwise as :meth:`copy_to`.
+        """Copy all bytes from ``source``, which must have the same size. ``stream``, ``options`` and errors as for
+        :meth:`copy_to`; the source may be read-only.
 
         Outside of a capture, the driver reads a pageable host source before the call returns, so the source may then be
         changed or freed. A source in pinned or pool memory is read in stream order. In a capture, each launch reads the
@@ -405,7 +410,10 @@ def copy_batch(
     Raises
     ------
     TypeError, ValueError
-        The sequences have different lengths, are empty, or an entry cannot be copied; the message has its index.
+        The sequences have different lengths, are empty, or an entry cannot be copied; the message has its index. Or
+        ``stream`` is not a stream of this driver, or is the legacy default stream.
+    ClosedError
+        The memory of an entry was freed, or the stream was closed.
     CaptureError
         The stream is being captured; ``copy_to`` works there.
     NotSupportedError

@@ -136,6 +136,8 @@ class Graph(Closes):
             Memory of an earlier launch is not freed, and the graph was instantiated without ``auto_free_on_launch``.
         ClosedError
             The graph or the stream was closed, or the capture has not ended.
+        TypeError, ValueError
+            ``stream`` is not a stream of this driver.
         """
         self.instantiate()
         target = as_stream(stream, self._session)

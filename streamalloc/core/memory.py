@@ -101,8 +101,8 @@ class Memory(Copyable, Migrating):
 
     def view(self, start: int = 0, stop: int | None = None) -> BufferView:
         """Return a view of the bytes from ``start`` to ``stop``; also written ``memory[start:stop]``. The view keeps
-        this object alive. A negative number counts from the end, and None as ``stop`` is the end. Raises ValueError if
-        the range is outside of the memory.
+        this object alive. A negative number counts from the end, and None as ``stop`` is the end. Raises TypeError if a
+        bound is not an integer, and ValueError if the range is outside of the memory.
         """
         return self[start:stop]
 
@@ -141,8 +141,9 @@ class Memory(Copyable, Migrating):
 
         Raises
         ------
-        ValueError
-            The host cannot reach the memory, or ``dtype`` and ``shape`` do not fit its size.
+        TypeError, ValueError
+            The host cannot reach the memory, ``dtype`` is no type of elements without Python objects, or ``dtype`` and
+            ``shape`` do not fit the size of the memory.
         ClosedError
             The memory was freed.
         """
@@ -491,7 +492,10 @@ class TypedView(BufferView, Generic[ScalarT]):
         Raises
         ------
         TypeError, ValueError
-            ``dtype`` cannot hold the value, such as 300 in ``uint8`` or 0.5 in ``int32``.
+            ``dtype`` cannot hold the value, such as 300 in ``uint8`` or 0.5 in ``int32``. Or ``width`` was given, or
+            ``stream`` is not a stream of this driver.
+        ClosedError
+            The memory was freed, or the stream was closed.
         """
         if width is not None:
             raise TypeError(f"width={width!r}: elements of {self.dtype} have one; .bytes.fill takes a width")
@@ -534,7 +538,7 @@ class TypedView(BufferView, Generic[ScalarT]):
             The target has another element type: use :meth:`Memory.view_as` of the target, or :attr:`bytes` of this
             memory.
         ValueError
-            The target has another shape.
+            The target has another shape. Other errors are those of :meth:`Memory.copy_to`.
         """
         self._check_form(target, "target")
         super().copy_to(target, stream, options=options)
@@ -573,7 +577,7 @@ class TypedView(BufferView, Generic[ScalarT]):
     def view(self, start: int = 0, stop: int | None = None) -> TypedView[ScalarT]:
         """Return a view of the elements from ``start`` to ``stop`` of the first dimension; also written
         ``memory[start:stop]``. As in NumPy, bounds after the end count as the end. Raises IndexError if the array has
-        no dimensions.
+        no dimensions, and TypeError if a bound is not an integer.
         """
         return self[start:stop]
 

@@ -205,8 +205,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         Raises
         ------
         OutOfMemoryError
-            There is no memory even after the cache has returned all its free blocks, or the allocation would exceed
-            :attr:`limit`.
+            There is not enough memory even after the cache has returned all its free blocks, or the allocation would
+            exceed :attr:`limit`.
         TypeError, ValueError
             ``nbytes`` is not a size or out of range, or ``stream`` is not a stream or belongs to another driver.
         NotSupportedError
