@@ -822,7 +822,12 @@ class SleepGroup(_Backups):
         KeyError
             No buffer has such a tag.
         ClosedError
-            The group was closed.
+            The group or ``stream`` was closed.
+        CaptureError
+            ``stream``, or a stream of ``after``, is being captured.
+        TypeError, ValueError
+            ``backup`` cannot store the bytes, as for :meth:`VirtualBuffer.evict`. Or ``stream`` is not a stream of this
+            driver.
         RankRefusedError
             Another rank cannot sleep.
         CudaError
@@ -930,7 +935,7 @@ class SleepGroup(_Backups):
             There is no file for a tag.
         TypeError
             The backup is no :class:`DiskTier`.
-        InUseError, KeyError, ClosedError, CudaError
+        InUseError, KeyError, ClosedError, CaptureError, CudaError
             As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
 
@@ -975,7 +980,12 @@ class SleepGroup(_Backups):
         KeyError
             No buffer has such a tag.
         ClosedError
-            The group was closed: :meth:`VirtualBuffer.restore` restores its buffers one by one.
+            The group was closed: :meth:`VirtualBuffer.restore` restores its buffers one by one. Or ``stream`` was
+            closed.
+        CaptureError
+            ``stream`` is being captured.
+        TypeError, ValueError
+            ``stream`` is not a stream of this driver.
         InUseError
             A signal handler or a hook called this method during another call.
         RankRefusedError

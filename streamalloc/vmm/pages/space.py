@@ -113,7 +113,7 @@ class SpaceMemory(OwnsRange):
     @property
     def kept(self) -> npt.NDArray[np.int64]:
         """Array of the indices of released and cleared pages that still have memory, in ascending order. Their commit
-        needs no driver call.
+        needs no driver call. Raises ClosedError.
         """
         self._check_open()
         with self._physical.lock:
@@ -301,9 +301,10 @@ class SwapSpace(SpaceMemory):
         OutOfMemoryError, OSError
             The tier is full, or a file cannot be written. No page is changed.
         TypeError, ValueError
-            ``tier`` is no tier of this device, or ``pages`` has something that is no index of a page.
+            ``tier`` is no tier of this device, ``pages`` has something that is no index of a page, or ``stream`` is not
+            a stream of this driver.
         InUseError, ClosedError, CudaError
-            As for :meth:`commit`. No page is changed.
+            As for :meth:`commit`, or the stream was closed. No page is changed.
         CaptureError
             ``stream``, or a stream of ``after``, is being captured.
         """
@@ -393,10 +394,12 @@ class SwapSpace(SpaceMemory):
         DamagedBackupError
             A checksum of the tier shows that contents were changed; ``block`` is the index of the page. All pages stay
             swapped out. The other pages can be swapped in without this page.
-        OutOfMemoryError, InUseError, ClosedError, CudaError, OSError
-            As for :meth:`commit`. All pages stay swapped out.
+        OutOfMemoryError, InUseError, ClosedError, CudaError, TypeError, ValueError
+            As for :meth:`commit`. Or ``stream`` is not an open stream of this driver. All pages stay swapped out.
+        OSError
+            A file cannot be read. All pages stay swapped out.
         CaptureError
-            ``stream`` is being captured.
+            ``stream``, or a stream of ``after``, is being captured.
         """
         chosen = [*self._swapped(self._unique(pages))]  # Only these, so that the call waits for no work on other pages.
         ordered = copying_stream(stream, self)
@@ -519,7 +522,7 @@ class PageSpace(SwapSpace):
         Raises
         ------
         OutOfMemoryError
-            The device has not enough memory, or the limit of the arena is reached.
+            The device has not enough memory, or the limit of the arena or of its budget is reached.
         EvictedError
             A page is swapped out: call :meth:`swap_in` or :meth:`release` for it.
         InUseError
@@ -599,6 +602,8 @@ class PageSpace(SwapSpace):
 
         Raises
         ------
+        TypeError, ValueError
+            ``pages`` has something that is no index of a page.
         ClosedError
             The space or the arena was closed.
         """
@@ -654,7 +659,7 @@ class PageSpace(SwapSpace):
         ------
         CaptureError
             A stream of ``after`` is being captured.
-        InUseError, ClosedError, CudaError
+        InUseError, ClosedError, CudaError, TypeError, ValueError
             As for :meth:`commit`. No page is changed.
         """
         chosen = self._unique(pages)
@@ -706,7 +711,7 @@ class PageSpace(SwapSpace):
         ValueError
             A page is committed with other memory, a page of ``of`` is not committed, or the numbers of pages or the
             arenas differ.
-        EvictedError, InUseError, ClosedError, CudaError
+        EvictedError, InUseError, CaptureError, ClosedError, CudaError, TypeError
             As for :meth:`commit`. No page is changed.
         """
         of._check_open()
@@ -751,10 +756,10 @@ class PageSpace(SwapSpace):
 
         Raises
         ------
-        OutOfMemoryError, InUseError, ClosedError, CudaError
-            As for :meth:`commit`. No page is changed.
+        OutOfMemoryError, InUseError, ClosedError, CudaError, TypeError, ValueError
+            As for :meth:`commit`. Or ``stream`` is not an open stream of this driver. No page is changed.
         CaptureError
-            ``stream`` is being captured.
+            ``stream``, or a stream of ``after``, is being captured.
         """
         chosen = self._unique(pages)
         ordered = copying_stream(stream, self)
