@@ -543,8 +543,8 @@ class RingProducer(RingEnd):
 
         Raises
         ------
-        ValueError
-            ``data`` is larger than a slot.
+        TypeError, ValueError
+            ``data`` is no source of :meth:`Memory.copy_from`, or is larger than a slot.
         TimeoutError, PeerGoneError, ClosedError, CaptureError
             As for :meth:`next`.
         """

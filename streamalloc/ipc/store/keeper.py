@@ -237,7 +237,7 @@ class Systemd:
 
     def wait(self) -> None:
         """Wait until systemd has processed all messages: then it closes the pipe that the message ``BARRIER=1``
-        carries. Raises TimeoutError after 30 seconds.
+        carries. Raises TimeoutError after 30 seconds, and the errors of :meth:`send`.
         """
         ours, theirs = map(Fd, os.pipe())
         with ours:
@@ -295,8 +295,8 @@ class KeeperProcess:
             yield message.data.decode(), message.handles[0]
 
     def send(self, state: str, *handles: Fd) -> None:
-        """Send a message with the fields ``state``, and at most one descriptor. Raises the errors of
-        :meth:`Channel.send`.
+        """Send a message to the keeper, with at most one descriptor. ``state``: lines such as ``"FDSTORE=1"``. Raises
+        the errors of :meth:`Channel.send`.
         """
         self._channel.send(state.encode(), handles, timeout=_SECONDS)
 
