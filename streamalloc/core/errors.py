@@ -160,8 +160,8 @@ class OutOfMemoryError(CudaError, MemoryError):
     requested
         The size of the request.
     used, reserved
-        Bytes allocated from the pool, and bytes of the device that the pool holds. A pool that fails to grow keeps the
-        memory that it reserved before the failure, until it is trimmed.
+        Bytes allocated from the pool, and bytes that the pool has reserved. A pool that fails to grow keeps the memory
+        that it reserved before the failure, until it is trimmed.
     limit
         The pool's maximum size; None if the pool has no maximum.
     free, total

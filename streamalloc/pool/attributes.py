@@ -33,7 +33,7 @@ class PoolStatistics(NamedTuple):
     """
 
     reserved: int
-    """Bytes of the device or host that the pool holds (``RESERVED_MEM_CURRENT``)."""
+    """Bytes of device or host memory that the pool has reserved, in use or not (``RESERVED_MEM_CURRENT``)."""
     reserved_high: int
     """Most bytes reserved at once since the last :meth:`MemoryPool.reset_peaks`, or else since the pool was made
     (``RESERVED_MEM_HIGH``).

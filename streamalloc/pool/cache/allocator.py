@@ -65,9 +65,9 @@ class CacheStatistics(NamedTuple):
     """
 
     reserved: int
-    """Bytes of the device or host that the pool holds."""
+    """Bytes of device or host memory that the pool has reserved, in use or not."""
     reserved_high: int
-    """Most bytes that the pool held since :meth:`CachingAllocator.reset_peaks`."""
+    """Most bytes that the pool had reserved since :meth:`CachingAllocator.reset_peaks`."""
     used: int
     """Bytes allocated from the pool, in use or cached. Each block counts with the size of its size class."""
     used_high: int
@@ -169,8 +169,9 @@ class CachingAllocator(Allocator, Closes, Shown):
     @property
     def limit(self) -> int:
         """The most bytes of the pool that may be allocated, cached memory included; 0 for no limit. An
-        :class:`~streamalloc.vmm.ExpandableCache` limits its own memory instead. Assign a size to change it. If more is
-        allocated already, allocations that need more memory raise OutOfMemoryError.
+        :class:`~streamalloc.vmm.ExpandableCache` limits its own memory instead. Assign a size to change it; other
+        values raise TypeError or ValueError. If more is allocated already, allocations that need more memory raise
+        OutOfMemoryError.
         """
         return self._state.limit
 
