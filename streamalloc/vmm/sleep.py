@@ -529,8 +529,8 @@ class _Backups(_Members):
 
         Raises
         ------
-        TypeError
-            :attr:`backup` is no :class:`HostTier`.
+        TypeError, ValueError
+            :attr:`backup` is no :class:`HostTier`, or a number is not allowed.
         OutOfMemoryError
             There is not enough host memory.
         ClosedError
@@ -575,7 +575,7 @@ class _Backups(_Members):
             The bytes of a sleeping buffer were not kept.
         OutOfMemoryError, OSError
             There is not enough host memory or disk space for the bytes.
-        KeyError, ClosedError, InUseError, CudaError
+        KeyError, TypeError, ClosedError, InUseError, CaptureError, CudaError
             As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
 
@@ -647,9 +647,10 @@ class _Backups(_Members):
 
         Raises
         ------
-        ValueError
-            The buffer is awake or not in the group, its bytes were not kept, or ``target`` is too large. Or a sleep and
-            its undo failed, so that the buffer still has its memory: :meth:`wake` it.
+        TypeError, ValueError
+            The buffer is awake or not in the group, or its bytes were not kept. Or ``target`` is no writable array of
+            bytes, or is too large. Or a sleep and its undo failed, so that the buffer still has its memory:
+            :meth:`wake` it.
         DamagedBackupError, OSError
             The stored bytes are damaged, or a file cannot be read.
         ClosedError
@@ -675,11 +676,12 @@ class _Backups(_Members):
 
         Raises
         ------
-        ValueError
-            The buffer is awake or not in the group, ``source`` is too large, or it is smaller than a buffer whose bytes
-            were not kept. Or a sleep and its undo failed, so that the buffer still has its memory: :meth:`wake` it.
+        TypeError, ValueError
+            The buffer is awake or not in the group. Or ``source`` is no array of bytes, is too large, or is smaller
+            than a buffer whose bytes were not kept. Or a sleep and its undo failed, so that the buffer still has its
+            memory: :meth:`wake` it.
         InUseError
-            The buffer is frozen.
+            The buffer is frozen, or a signal handler or a hook called this method during another call.
         OutOfMemoryError, OSError
             There is not enough host memory or disk space to store the bytes.
         ClosedError

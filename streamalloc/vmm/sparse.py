@@ -423,9 +423,11 @@ class SparseArray(OwnsNode):
             The pool has too few free tiles, or too few adjacent free tiles. Nothing is mapped.
         ValueError
             The region contains only a part of a tile, is outside of the level or is mapped already. Or the array has no
-            such level or layer.
+            such level or layer. Or the stream is of another device or driver.
         TypeError
-            ``pool`` is no :class:`TilePool`.
+            ``pool`` is no :class:`TilePool`, or ``stream`` is not a stream.
+        ClosedError
+            The array, the pool or the stream was closed.
         CaptureError
             The stream is being captured.
         """
@@ -499,8 +501,8 @@ class SparseArray(OwnsNode):
         ------
         ValueError
             ``source`` has another shape or type or is not contiguous, or the region is empty or outside of the level.
-        CaptureError
-            The stream is being captured.
+        TypeError, ClosedError, CaptureError
+            As for :meth:`map`.
         """
         self._copy(np.asarray(source), stream, region, level, layer, to_array=True)
 

@@ -481,9 +481,9 @@ class BlockTier(Tier, Closes):
         CaptureError
             ``stream`` is being captured.
         TypeError, ValueError
-            A block is outside of the memory, or the memory belongs to another driver.
+            A block is outside of the memory, or the memory or ``stream`` belongs to another driver.
         ClosedError, CudaError
-            The tier or the memory was closed, or the driver refused a call.
+            The tier, the memory or the stream was closed, or the driver refused a call.
         """
         ordered = copying_stream(stream, self.device)
         side = CopySide.of(memory, session_of(ordered))
@@ -499,7 +499,8 @@ class BlockTier(Tier, Closes):
         return stored
 
     def load(self, stored: Stored, memory: Memory, blocks: Blocks, stream: StreamLike) -> None:
-        """Copy all blocks of ``stored`` back to blocks of memory. Parameters and errors as for :meth:`save`.
+        """Copy all blocks of ``stored`` back to blocks of memory. Parameters and errors as for :meth:`save`. A closed
+        tier can still be read.
 
         Raises
         ------

@@ -382,6 +382,8 @@ class HostTier(BlockTier):
 
         Raises
         ------
+        TypeError, ValueError
+            ``nbytes`` is not a size, or ``most_cores`` is not a number.
         OutOfMemoryError
             There is not enough host memory, or the tier's limit would be exceeded.
         ClosedError
