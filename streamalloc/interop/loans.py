@@ -255,7 +255,10 @@ def borrow(
     ------
     TypeError, ValueError
         ``array`` is not an array in memory that devices can access, is not contiguous, or has elements that are not
-        whole bytes. Or ``array`` is of a library that uses the CUDA driver, and ``stream`` is of a simulated driver.
+        whole bytes. Or ``array`` is of a library that uses the CUDA driver, and ``stream`` is of a simulated driver. Or
+        ``stream`` or ``lender`` is not a stream, or the two are of different drivers.
+    ClosedError
+        ``stream`` or ``lender`` was closed.
 
     Examples
     --------

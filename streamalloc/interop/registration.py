@@ -92,6 +92,8 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     ------
     TypeError, ValueError
         ``memory`` is not memory, is empty, or has an address that the driver did not allocate.
+    ClosedError
+        The memory was freed.
 
     Examples
     --------

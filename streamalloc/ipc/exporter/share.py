@@ -232,9 +232,9 @@ def share(
     Raises
     ------
     TypeError
-        ``thing`` cannot be shared.
+        ``thing`` cannot be shared, or ``stream`` is not a stream.
     ValueError
-        This memory cannot be shared; the message says why, and how to make it.
+        This memory cannot be shared; the message says why, and how to make it. Or ``stream`` belongs to another driver.
     NotSupportedError
         The device lacks a capability for it.
     CaptureError
@@ -294,8 +294,8 @@ def send(
     ValueError
         As for :func:`share`. Or ``thing`` is a result of :func:`share`, and ``stream`` was given, or ``hold`` although
         ``thing`` is not held.
-    CudaError
-        The driver refuses a call. Nothing was sent.
+    TypeError, NotSupportedError, CaptureError, ClosedError, CudaError
+        As for :func:`share`. Nothing was sent.
     TimeoutError, PeerGoneError, ClosedError
         As for ``channel.send``. The memory stays shared.
     """

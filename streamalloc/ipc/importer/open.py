@@ -83,13 +83,18 @@ def open(
     ------
     ValueError
         The bytes are not a descriptor, are damaged, have an unknown version, or name a device or a size that does not
-        exist.
+        exist. Or ``stream`` belongs to another driver.
     TypeError
-        The descriptor is of another kind than ``kind``. Nothing was opened.
+        The descriptor is of another kind than ``kind``, ``data`` is not bytes, or ``stream`` is not a stream. Nothing
+        was opened.
     StaleDescriptorError
         The memory was freed before it was opened.
     ConnectionError
         The exporter has ended.
+    CaptureError
+        ``stream`` is being captured.
+    ClosedError
+        ``stream`` was closed.
     InvalidValueError, CudaError
         The driver refuses a handle.
     """
@@ -131,7 +136,7 @@ def receive(
     ------
     TimeoutError, PeerGoneError, ProtocolError, ClosedError
         As for ``channel.receive``.
-    ValueError, TypeError, StaleDescriptorError, ConnectionError, CudaError
+    ValueError, TypeError, StaleDescriptorError, ConnectionError, CaptureError, CudaError
         As for :func:`open`.
     """
     message = channel.receive(timeout=timeout)

@@ -276,7 +276,9 @@ class Weights(Tensors, Closes):
 
     @property
     def attached(self) -> bool:
-        """Whether the memory is mapped in this process; False between :meth:`detach` and :meth:`attach`."""
+        """Whether the memory is mapped in this process; False between :meth:`detach` and :meth:`attach`, and after
+        :meth:`close`.
+        """
         return not self.range.closed and self.range.mapped_bytes == self.nbytes
 
     @property
@@ -286,8 +288,8 @@ class Weights(Tensors, Closes):
 
     @property
     def server_alive(self) -> bool:
-        """Whether the store's server is alive. After the server's end the memory stays until the last process closes
-        it.
+        """Whether the store's server is alive; False once the weights were closed. After the server's end the memory
+        stays until the last process closes it.
         """
         return self._epoch.connection.alive
 
@@ -327,7 +329,8 @@ class Weights(Tensors, Closes):
         Idempotent.
 
         The addresses stay reserved, and this process keeps the epoch. :meth:`attach` maps the memory again. Until then,
-        uses of the views raise :class:`ClosedError`. Raises ClosedError if the weights were closed.
+        uses of the views raise :class:`ClosedError`. Raises ClosedError if the weights were closed, and CaptureError if
+        a stream of ``after`` is being captured.
         """
         self._check_open()
         self.range.unmap(after=after)
@@ -351,6 +354,8 @@ class Weights(Tensors, Closes):
             With ``latest``: the store holds nothing under the key, or its server has ended.
         ClosedError
             The weights were closed.
+        CaptureError
+            A stream of ``after`` is being captured.
         """
         self._check_open()
         if latest:
@@ -388,7 +393,7 @@ class Weights(Tensors, Closes):
 
     def close(self, after: After = None) -> None:
         """Unmap and release the memory (``cuMemUnmap``, ``cuMemRelease``). The host first waits for ``after``; default:
-        all work of the device. Idempotent.
+        all work of the device. Idempotent. Raises CaptureError if a stream of ``after`` is being captured.
 
         The device memory of a replaced or removed epoch is freed when the last process closes it.
         """
