@@ -233,6 +233,10 @@ class Partner:
         self.begin(function, *args, fds=fds)
         return self.result()
 
+    def tell(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a method of something that is kept there."""
+        return self.run(_kept_call, name, method, arguments)
+
     def exchange(self, function: Callable[..., Any], *args: Any, fds: Iterable[ipc.Fd | int] = ()) -> Any:
         """Call a function over there; what it returned, and the descriptors that came with that."""
         self.begin(function, *args, fds=fds)
@@ -390,10 +394,6 @@ class Peer(Partner):
         """Call a method of the other process's :class:`Rig`."""
         FreeMemory.calls += method == "device_free"
         return self._ask(_rig_call, method, arguments, keep, options)
-
-    def tell(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of something that is kept there."""
-        return self.run(_kept_call, name, method, arguments)
 
     def fetch(self, fd: int) -> int:
         """A duplicate of a descriptor of the other process."""

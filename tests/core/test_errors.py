@@ -151,8 +151,7 @@ def test_remedies_are_in_the_text(device: sa.Device, pool: sa.MemoryPool, stream
     with device.create_stream() as closed:
         buffer = pool.allocate(64, closed)
     uses: list[Callable[[], object]] = [buffer.free, lambda: buffer.fill(1), lambda: buffer[:8].fill(1)]
-    for use in uses:
-        each_raises(sa.ClosedError, use, match="name another stream")
+    each_raises(sa.ClosedError, *uses, match="name another stream")
     with pytest.raises(sa.ClosedError, match="closed> was closed"):
         buffer.free(closed)
     buffer.free(stream)

@@ -174,6 +174,13 @@ def hold(there: There, on: str = "stream", gate: str = "gate") -> None:
     there.kept[gate].hold(there.kept[on])
 
 
+def make_held(there: There) -> None:
+    """A buffer that is filled once the gate of its stream opens."""
+    pool = there.keep("pool", shared_pool(there.device))
+    hold(there)
+    there.keep("buffer", pool.allocate(MiB, there.stream)).fill(1)
+
+
 def release(there: There, gate: str = "gate") -> None:
     there.kept[gate].open()
 

@@ -80,7 +80,7 @@ class TestALongLife:
         stream.synchronize()
         with device.create_stream() as waiting:
             late.run(hold)
-            late.run(_fill)
+            late.tell("buffer", "fill", 9)
             opened = ipc.open(*late.shared("buffer"), stream=waiting)
             assert not waiting.query()
             dead.kill()
@@ -97,10 +97,6 @@ def _close_pool(there: There) -> None:
     there.stream.synchronize()
     there.kept.pop("pool").close()
     there.stream.synchronize()
-
-
-def _fill(there: There) -> None:
-    there.kept["buffer"].fill(9)
 
 
 @pytest.fixture

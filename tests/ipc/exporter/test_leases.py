@@ -274,10 +274,6 @@ class TestSlotsAreUsedAgain:
         assert uses(pool, 0)
 
 
-def _free(there: There, name: str) -> None:
-    there.kept[name].free()
-
-
 class TestThreads:
     def test_another_thread_has_the_memory_as_soon_as_it_is_free(self, machine: Any, partner: Partner) -> None:
         """Its lease is its own."""

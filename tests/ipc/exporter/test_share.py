@@ -13,7 +13,7 @@ from tests.ipc import kinds
 from tests.ipc import support as steps
 from tests.ipc.kinds import Made, closing, range_view, several_chunks
 from tests.ipc.support import PAGE, POSIX, shared_pool
-from tests.processes import Partner, There, eventually, holds_there
+from tests.processes import Kept, Partner, There, eventually, holds_there
 from tests.support import MiB, each_raises, filled, holds, shows
 
 
@@ -263,14 +263,14 @@ class TestEvents:
 
     def test_holds_a_stream_there(self, event: sa.Event, stream: sa.Stream, partner: Partner, gate: Any) -> None:
         assert partner.give(event, "event").kind == "Event"
-        assert partner.run(_query, "event")  # never recorded
+        assert partner.tell("event", "query")  # never recorded
         gate.hold(stream)
         stream.record(event)
-        assert not partner.run(_query, "event")
-        partner.run(_wait, "event")
+        assert not partner.tell("event", "query")
+        partner.tell("stream", "wait", Kept("event"))
         assert partner.run(steps.busy)
         gate.open()
-        assert partner.run(steps.idle) and partner.run(_query, "event")
+        assert partner.run(steps.idle) and partner.tell("event", "query")
 
     def test_not_made_for_it(self, device: sa.Device) -> None:
         with device.create_event() as event, pytest.raises((ValueError, sa.CudaError), match="interprocess=True"):
@@ -279,7 +279,7 @@ class TestEvents:
     def test_of_there(self, partner: Partner, stream: sa.Stream) -> None:
         partner.run(steps.make_event, "event")
         partner.run(steps.hold)
-        partner.run(_record, "event")
+        partner.tell("stream", "record", Kept("event"))
         with partner.take("event") as event:
             assert not event.query()
             stream.wait(event)
@@ -287,18 +287,6 @@ class TestEvents:
             partner.run(steps.release)
             event.synchronize()
         stream.synchronize()
-
-
-def _query(there: There, name: str) -> bool:
-    return bool(there.kept[name].query())
-
-
-def _wait(there: There, name: str) -> None:
-    there.stream.wait(there.kept[name])
-
-
-def _record(there: There, name: str) -> None:
-    there.stream.record(there.kept[name])
 
 
 class TestOrder:

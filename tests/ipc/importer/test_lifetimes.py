@@ -16,7 +16,7 @@ from streamalloc import ipc, vmm
 from streamalloc.testing import Gate
 from tests.ipc import support as steps
 from tests.ipc.support import POSIX, uses
-from tests.processes import Partner, There, eventually, fork
+from tests.processes import Kept, Partner, There, eventually, fork
 from tests.support import MiB, executed, filled, in_threads, pending, shows
 
 SIZE = 1 << 16
@@ -161,17 +161,13 @@ class TestExporterIsGone:
         owner = another()
         owner.run(steps.make_event, "event")
         event = owner.take("event")
-        owner.run(_record)
+        owner.tell("stream", "record", Kept("event"))
         assert eventually(event.query)
         owner.kill()
         assert event.query()
         stream.wait(event)
         assert executed(stream)
         event.close()
-
-
-def _record(there: There) -> None:
-    there.stream.record(there.kept["event"])
 
 
 def _free_and_close(there: There) -> None:

@@ -16,7 +16,7 @@ from streamalloc.ipc.wire import descriptor
 from streamalloc.ipc.wire.descriptor import Descriptor, Flags
 from streamalloc.testing import Gate, settle
 from tests.ipc.ring.support import join
-from tests.ipc.support import PAGE, POSIX, PlainMemory, busy, make_pool, shared_pool
+from tests.ipc.support import PAGE, POSIX, PlainMemory, busy, make_held, make_pool
 from tests.processes import SECONDS, Partner, There
 from tests.support import MiB, filled, holds
 
@@ -255,19 +255,14 @@ def _address_of(there: There, name: str) -> int:
 def test_the_owner_dies(partner: Partner, another: Callable[[], Partner]) -> None:
     """The host that waits for its contents goes on."""
     owner = another()
-    owner.run(_make_pending)
-    data, fds = owner.shared("it")
+    owner.run(make_held)
+    data, fds = owner.shared("buffer")
     partner.run(_open, data, fds=fds)
     partner.begin(_address_of, "it")
     assert not answered(partner)
     owner.kill()
     assert partner.result() > 0
     assert partner.kept("it").ask("lost")
-
-
-def _make_pending(there: There) -> None:
-    there.keep("gate", Gate(there.device)).hold(there.stream)
-    there.keep("it", there.keep("pool", shared_pool(there.device)).allocate(MiB, there.stream)).fill(1)
 
 
 def test_physical_memory(device: sa.Device, stream: sa.Stream, gate: Gate, partner: Partner) -> None:

@@ -181,8 +181,7 @@ class TestFaults:
         # Late, it learns the same, and nobody can go on.
         with pytest.raises(TimeoutError, match="rank 3 did not come"):
             groups[3].barrier(timeout=5)
-        for group in groups:
-            each_raises(ClosedError, group.barrier, match="failed: rank 3")
+        each_raises(ClosedError, *(group.barrier for group in groups), match="failed: rank 3")
 
     def test_ranks_that_never_came_at_all(self) -> None:
         groups = ProcessCommunicator.create(4, timeout=0.2)

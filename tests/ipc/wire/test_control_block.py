@@ -18,8 +18,8 @@ from streamalloc import ipc
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, ControlBlock, ImporterWords, ReadyWord
 from streamalloc.testing import Gate
-from tests.ipc.support import again, hold, opened_by, shared_pool
-from tests.processes import Partner, There, eventually
+from tests.ipc.support import again, make_held, opened_by
+from tests.processes import Partner, eventually
 from tests.support import MiB, Replaced, captured, executed
 
 pytestmark = [pytest.mark.simulated_only("several drivers in one process, which stand for several processes")]
@@ -69,7 +69,7 @@ class TestDeaths:
     def test_while_a_forked_child_lives(self, another: Callable[[], Partner], stream: sa.Stream) -> None:
         """The child has copies of all files, and so of the one with which its parent waited for the death."""
         owner = another()
-        owner.run(_make_held)
+        owner.run(make_held)
         opened = ipc.open(*owner.shared("buffer"), stream=stream, kind=ipc.ImportedBuffer)
         child = os.fork()
         if not child:
@@ -90,7 +90,7 @@ class TestDeaths:
             raise RuntimeError("can't start new thread")
 
         owner = another()
-        owner.run(_make_held)
+        owner.run(make_held)
         data, fds = owner.shared("buffer")
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
             patch.setattr(threading.Thread, "start", start)
@@ -216,12 +216,6 @@ def test_threads_get_one_slot_s_words(pool: sa.MemoryPool, stream: sa.Stream, mo
             patch.setattr(ControlBlock, "word", other_thread_first)
             mine = block.importer_words(unused, block.importer)
         assert mine is found[0] and mine.slot_words is block.slot_words(unused)
-
-
-def _make_held(there: There) -> None:
-    there.keep("pool", shared_pool(there.device))
-    hold(there)
-    there.keep("buffer", there.kept["pool"].allocate(MiB, there.stream)).fill(1)
 
 
 class TestTheFile:
