@@ -482,8 +482,8 @@ class Stream(Closes, Shown):
         ------
         TypeError
             ``function`` is not callable.
-        CaptureError
-            The stream is being captured. The callback can run only once, and a graph may be launched more often.
+        ClosedError, CaptureError
+            The stream was closed, or is being captured: a callback can run only once, a graph more often.
         """
         if not callable(function):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
