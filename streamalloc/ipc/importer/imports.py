@@ -250,12 +250,16 @@ class Import:
         """
         self.data: bytes = new.payload
         """The driver's export data: 64 bytes of ``cuMemPoolExportPointer`` or ``cuIpcGetMemHandle``."""
-        # The driver gives an allocation of cuMemAlloc another address for each device that uses it.
         self.key: tuple[bytes, int] = new.payload, -1 if pool is not None else device.ordinal
+        """Key of the import in :attr:`Imports.allocations`: export data and device ordinal, because the driver gives an
+        allocation of ``cuMemAlloc`` another address for each device that uses it. -1 for an allocation of a pool.
+        """
         self.nbytes: int = new.base_size
+        """Size of the whole allocation in bytes."""
         self._raw: Any = None
         """``CUdeviceptr`` of the memory in this process; None before the import and after its release."""
         self.address: int = 0
+        """Address of the memory in this process; 0 before the import."""
         self.count: int = 1
         """Number of uses that have not ended."""
         self.passed: tuple[Event, ...] = ()

@@ -87,7 +87,8 @@ class RingItem(SlotMemory):
 
     def release(self, stream: StreamLike | None = None) -> None:
         """Release the slot after the work of ``stream``, by default the ring's stream (``cuStreamWriteValue32``).
-        Idempotent. Raises CaptureError if the stream is being captured, ClosedError if the stream was closed.
+        Idempotent. Raises CaptureError if the stream is being captured, ClosedError if the stream was closed, and
+        TypeError or ValueError if ``stream`` is not a stream of this driver.
         """
         if not self._held:
             return

@@ -61,9 +61,11 @@ class Ring:
             An argument has a wrong type, a size is out of range, or the pool's memory cannot be shared; the message has
             the reason.
         OutOfMemoryError
-            The pool has no memory for the slots.
+            The pool has not enough memory for the slots.
         CaptureError
             The stream is being captured.
+        ClosedError
+            The pool or the stream was closed.
         """
         return RingProducer(pool, slot_bytes, slots, stream)
 
@@ -92,9 +94,15 @@ class Ring:
 
         Raises
         ------
+        TimeoutError
+            The producer has not added the other end in time.
         PeerGoneError
             The producer has ended, or closed its end.
         ProtocolError, ValueError
             The message is not from a ring's producer, or the memory cannot be opened here; the error has the reason.
+        TypeError
+            ``channel`` is not a :class:`Channel`, or ``stream`` is not a stream.
+        CaptureError, ClosedError
+            ``stream`` is being captured; the stream or the channel was closed.
         """
         return RingConsumer(channel, stream, timeout, driver)

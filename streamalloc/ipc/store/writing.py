@@ -205,7 +205,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
     def tie(self, name: str, to: str) -> TypedView[Any]:
         """Give the tensor ``to`` a second name, ``name``, for tied weights. Returns the view of the tensor. Raises
-        KeyError if there is no tensor ``to``, ValueError for a name that is not allowed.
+        KeyError if there is no tensor ``to``, and ValueError if the name exists or is not allowed.
         """
         if to not in self.layout:
             raise KeyError(f"to={to!r}: there is no such tensor to be tied")
@@ -220,7 +220,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         Raises
         ------
         ValueError
-            The name is not allowed, or the tensor is outside of the memory.
+            The name exists or is not allowed, or the tensor is outside of the memory.
         """
         self.layout.add(name, tensor, self.nbytes)
         return self[name]

@@ -530,8 +530,8 @@ class Channel(_SocketOwner):
 
         Raises
         ------
-        ValueError
-            Too many bytes or descriptors.
+        TypeError, ValueError
+            ``data`` is not bytes-like, a handle is not a descriptor, or there are too many bytes or descriptors.
         TimeoutError
             The receiver's queue stayed full. The message is not delivered. The channel stays usable.
         PeerGoneError
