@@ -205,7 +205,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
     def tie(self, name: str, to: str) -> TypedView[Any]:
         """Give the tensor ``to`` a second name, ``name``, for tied weights. Returns the view of the tensor. Raises
-        KeyError if there is no tensor ``to``, and ValueError if the name exists or is not allowed.
+        KeyError if there is no tensor ``to``, ValueError if the name exists or is not allowed, and ClosedError.
         """
         if to not in self.layout:
             raise KeyError(f"to={to!r}: there is no such tensor to be tied")
@@ -221,7 +221,10 @@ class WeightsWriter(Tensors, Unique, Leaves):
         ------
         ValueError
             The name exists or is not allowed, or the tensor is outside of the memory.
+        ClosedError
+            The epoch was committed or aborted.
         """
+        self._check_open()
         self.layout.add(name, tensor, self.nbytes)
         return self[name]
 

@@ -430,8 +430,9 @@ class ControlBlock:
         """Make ``stream`` wait until an importer's word ``closed`` has reached ``value``, or the importer has died
         (``cuStreamWaitValue32``). Raises the errors of :meth:`write`.
         """
-        # A hostile importer may write any value. At its death, a thread raises its words to ``awaited``, so that the
-        # stream does not wait for ever.
+        # A hostile importer may write any value. When the importer dies, a thread writes ``awaited`` to its words if
+        # they are lower (`_end`), so that no stream waits for ever. So ``awaited`` is the highest value for which a
+        # stream may still wait.
         if reached(value, words.awaited) or reached(words.closed.value, words.awaited):
             words.awaited = value
         self.watch_importer(words.importer)
@@ -443,7 +444,9 @@ class ControlBlock:
         return is_locked(self._own.fileno(), byte)
 
     def exporter_alive(self) -> bool:
-        """Whether the exporting process is alive, as a test of the lock on its byte shows."""
+        """Whether the exporting process is alive: it has byte 0 of the control block's file locked. False once its
+        death was recorded, and for a closed control block.
+        """
         # The header byte is checked first: after the exporter's death, each thread that waited for the exporter holds
         # its lock for a moment. A closed block also means a dead exporter, because an importer closes a block only
         # after the exporter's death.

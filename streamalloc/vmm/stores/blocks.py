@@ -560,13 +560,18 @@ class BlockTier(Tier, Closes):
 
         Raises
         ------
+        TypeError, ValueError
+            ``nbytes`` is 0 or not a size.
         OutOfMemoryError, OSError, ClosedError
             As for :meth:`save`.
         """
+        nbytes = checked_size("nbytes", nbytes)
+        if not nbytes:
+            raise ValueError("nbytes=0: a block has at least one byte")
         with self._lock:
             self._check_open()
             # The loop is in a function of its own: see `streamalloc.driver.locks`.
-            self._grow_to(count, checked_size("nbytes", nbytes))
+            self._grow_to(count, nbytes)
 
     def _grow_to(self, count: int, nbytes: int) -> None:
         free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == nbytes)

@@ -16,7 +16,7 @@ from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.ipc.store.test_wire import ABOUT, FLAGS
 from tests.processes import Partner, There, eventually
-from tests.support import MiB, Replaced, holds, names, read
+from tests.support import MiB, Replaced, each_raises, holds, names, read
 
 PAGE = 2 * MiB
 
@@ -306,8 +306,13 @@ class TestAtOnce:
                     weights.allocate_all(tensors)
             assert weights.names == ("before",) and store.statistics().nbytes == 2 * MiB
             weights.allocate_all({"good": (1, "int8")})
-        with pytest.raises(sa.ClosedError):
-            weights.allocate_all({"late": (1, "int8")})
+        each_raises(
+            sa.ClosedError,
+            lambda: weights.allocate_all({"late": (1, "int8")}),
+            lambda: weights.tie("late", "good"),
+            lambda: weights.place("late", weights.layout["good"]),
+        )
+        assert {*weights.names} == {"before", "good"}
 
 
 class TestLike:

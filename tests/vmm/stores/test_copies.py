@@ -147,6 +147,8 @@ class TestBytes:
             vmm.HostTier(stream.device, limit=32 * 4096) as tier,
         ):
             filled(buffer, 1)
+            with pytest.raises(ValueError, match="nbytes=0"):
+                tier.reserve(1, 0)
             tier.reserve(32, 4096)
             stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
             stream.synchronize()
