@@ -1,22 +1,23 @@
-""":class:`Bridge` is the base class of bridges, by which another library allocates from pools of streamalloc.
+"""Bridges: another library allocates its memory from pools and other allocators of streamalloc.
 
 There are two ways:
 
 * *Handles*: the library gets the driver's handle of a pool, and calls the driver itself. No Python code runs for an
   allocation, except with CuPy, where it changes the capture mode.
-* *Callbacks*: the library calls Python for each allocation. Allocators without a driver handle need this way: a caching
-  allocator, and virtual memory whose contents can be evicted (a sleep group).
+* *Callbacks*: the library calls Python for each allocation. Allocators without a driver handle need callbacks: a
+  caching allocator, and virtual memory that can be evicted (a sleep group).
 
 ``use(...)`` of each module of :mod:`streamalloc.interop` starts a :class:`Bridge`. :meth:`Bridge.stop`, or the end of a
 ``with`` block, restores the library's own allocator for later allocations. Memory that was allocated before stays
 valid, and returns to its source when the library frees it. Stop the bridges of one library in the reverse order of
 their starts. Dropping a bridge does not stop it.
 
-:class:`Sources` and :class:`Ledger` obey these rules for callbacks:
+Callbacks obey these rules, most of which :class:`Sources` and :class:`Ledger` implement:
 
-* Memory is allocated on the library's stream, and freed in the order of that stream, on any thread and with any current
-  device. The host never waits for a stream of the library.
-* The library gets exceptions of its own types. No Python exception enters C code.
+* Memory is allocated on the library's stream. It is freed in stream order after its uses, on any thread and with any
+  current device. The host never waits for a stream of the library.
+* If memory runs out, the library raises its own exception; RMM raises ``MemoryError``. No Python exception enters C
+  code that cannot handle exceptions.
 * Objects that C code may call are never freed. At the end of the process the driver frees the memory that is left.
 """
 
@@ -82,7 +83,7 @@ def library(name: str, session: Session | None = None) -> Any:
     ModuleNotFoundError
         The library is not installed; the message gives the command to install it.
     ValueError
-        The memory is of a simulated driver, which the library does not use.
+        The memory is of a simulated driver, and the library calls the CUDA driver.
     """
     try:
         found = importlib.import_module(name)
@@ -106,9 +107,9 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
     """
     spec = getattr(module, "__spec__", None)
     name = None if spec is None else LIBRARIES.get(spec.name.partition(".")[0])
-    # Only a simulated driver has settings, also if a checker wraps the driver. Numba calls the functions of the
-    # bindings. In a block of ``testing.install`` these functions have ``__wrapped__``, and Numba then uses the
-    # simulated driver, too.
+    # A simulated driver has the attribute `settings`, and so has a checker around it; the CUDA driver has not. Numba
+    # calls the functions of the bindings. In a block of ``testing.install`` these functions have ``__wrapped__``, and
+    # Numba then uses the simulated driver, too.
     settings = getattr(session.driver, "settings", "cuda")
     if name and settings != "cuda" and not (name == "Numba" and hasattr(cuda.cuInit, "__wrapped__")):
         raise ValueError(
@@ -149,8 +150,8 @@ class Bridge(Closes, abc.ABC):
     def start(self) -> Self:
         """Make the library allocate from :attr:`sources`, and return this bridge. Idempotent.
 
-        Raises ``ModuleNotFoundError`` if the library is not installed, and ``ValueError`` if the memory is of a
-        simulated driver.
+        Raises ``ModuleNotFoundError`` if the library is not installed, and ``ValueError`` if the sources are of a
+        simulated driver and the library calls the CUDA driver.
         """
         if self._undo is None:
             # In relaxed capture mode the driver calls made here invalidate no capture of other code.
@@ -248,6 +249,8 @@ class Sources:
             There is not enough memory.
         ValueError
             No source of this device was given.
+        ClosedError
+            The source or the stream was closed.
         """
         used = self._last.get(ordinal)
         # The owner is compared, too. After a stream was destroyed, the driver may give its handle to a new stream,
@@ -495,8 +498,8 @@ class Ledger:
         return len(self._held)
 
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
-        """Allocate as :meth:`Sources.allocate` does, keep the memory, and return its address; 0 if no bytes were asked
-        for. Raises the errors of that method.
+        """Allocate as :meth:`Sources.allocate` does, keep the memory, and return its address; 0 if ``nbytes`` is 0.
+        Raises the errors of that method.
         """
         memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address

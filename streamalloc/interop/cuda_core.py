@@ -1,6 +1,4 @@
-"""Bridge to cuda.core. By it nccl4py, nvshmem4py and nvmath allocate from pools, too: they allocate buffers of
-cuda.core.
-"""
+"""Bridge to cuda.core. nccl4py, nvshmem4py and nvmath allocate buffers of cuda.core, so they use the bridge, too."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     ------
     TypeError, ValueError
         A source does not allocate device memory, no source is given, or two sources have the same device or different
-        drivers.
+        drivers. Or the sources are of a simulated driver.
     ModuleNotFoundError
         cuda.core is not installed.
     """
@@ -150,8 +148,9 @@ def buffer(memory: Memory, stream: StreamLike) -> Any:
 
     ``stream`` waits for the work queued on the memory's stream. When the buffer is dropped, the memory's stream waits
     for ``stream``. If other streams use the buffer, make ``stream`` wait for them before the buffer is dropped. Raises
-    ModuleNotFoundError if cuda.core is not installed, ValueError for memory of a simulated driver, and ClosedError for
-    freed memory.
+    ModuleNotFoundError if cuda.core is not installed, TypeError if ``stream`` is not a stream, ValueError if the memory
+    is of a simulated driver or ``stream`` of another driver, and ClosedError if the memory was freed or ``stream`` was
+    closed.
     """
     core = library("cuda.core", session_of(memory))
     lent = Lent(memory.view_as("u1"), stream)

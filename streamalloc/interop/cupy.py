@@ -1,4 +1,4 @@
-"""Bridge to CuPy: allocations from pools of streamalloc, and arrays of CuPy over memory."""
+"""Bridge to CuPy: allocations from pools of streamalloc, arrays of CuPy over memory, and memory over arrays of CuPy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     ------
     TypeError, ValueError
         A source does not allocate device memory, no source is given, or two sources have the same device or different
-        drivers. Or this thread is inside ``cupy.cuda.using_allocator``.
+        drivers. Or the sources are of a simulated driver, or this thread is inside ``cupy.cuda.using_allocator``.
     ModuleNotFoundError
         CuPy is not installed.
     """
@@ -51,12 +51,12 @@ class CuPyBridge(Bridge):
 
     With callbacks CuPy calls Python for each allocation, on CuPy's current stream.
 
-    With handles CuPy's own ``MemoryAsyncPool`` allocates. CuPy makes the pools current, and sets the pools' release
-    thresholds to its own limit (``CUPY_GPU_MEMORY_LIMIT``; default: never release). It does so on each device: if a
-    device has no source, with the device's current pool. :meth:`stop` restores the current pools and their thresholds.
-    Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), so that they invalidate no capture. If
-    the stream is being captured, as inside ``torch.cuda.graph``, the memory belongs to the graph. These limits hold
-    with handles, but not with callbacks:
+    With handles CuPy's own ``MemoryAsyncPool`` allocates. The bridge makes the pools current, and CuPy sets their
+    release thresholds to CuPy's limit (``CUPY_GPU_MEMORY_LIMIT``; default: never release). This is done on each device;
+    if a device has no source, with the device's current pool. :meth:`stop` restores the current pools and their
+    thresholds. Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), so that they invalidate no
+    capture. If the stream is being captured, as inside ``torch.cuda.graph``, the memory belongs to the graph. These
+    limits hold with handles, but not with callbacks:
 
     * CuPy frees in the thread's own capture mode. Dropping an array of another stream invalidates a capture in global
       mode.
@@ -145,11 +145,12 @@ def array(
     Raises
     ------
     TypeError, ValueError
-        The memory cannot be viewed with this type and shape, or is of a simulated driver.
+        The memory cannot be viewed with this type and shape, or is of a simulated driver. Or ``stream`` is not a stream
+        of this driver.
     ModuleNotFoundError
         CuPy is not installed.
     ClosedError
-        The memory was freed.
+        The memory was freed, or ``stream`` was closed.
     """
     cupy = library("cupy", session_of(memory))
     lent = Lent(form(memory, dtype, shape), cupy.cuda.get_current_stream() if stream is None else stream)

@@ -19,8 +19,8 @@ __all__ = ["array", "memory"]
 def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> Any:
     """Return an array of JAX over ``memory``. The array keeps the memory alive.
 
-    JAX's stream waits for the work queued on the memory's stream. JAX's arrays are immutable, so do not write to the
-    memory after this call.
+    JAX's stream waits for the work queued on the memory's stream. When the array is dropped, the memory's stream waits
+    for JAX's stream. JAX's arrays are immutable, so do not write to the memory after this call.
 
     Parameters
     ----------
@@ -39,6 +39,8 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
         JAX is not installed.
     ClosedError
         The memory was freed.
+    EvictedError
+        The memory is evicted.
     """
     return library("jax.dlpack", session_of(memory)).from_dlpack(Lent(form(memory, dtype, shape), None))
 

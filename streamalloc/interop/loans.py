@@ -148,9 +148,9 @@ _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 class Borrowed(Memory, Closes):
     """Array of another library as memory of this package; :func:`borrow` returns it.
 
-    Operations are queued on :attr:`stream`, which waits for the library's work. To close or drop this object makes the
-    library's stream wait for :attr:`stream`, and releases the array. Without a ``lender`` the array is kept until the
-    work of :attr:`stream` is done.
+    Operations are queued on :attr:`stream`, which waits for the library's work. When this object is closed or dropped,
+    the library's stream (the ``lender``) waits for :attr:`stream`, and the array is released. Without a ``lender`` the
+    array is kept until the work of :attr:`stream` is done.
     """
 
     __slots__ = ("__weakref__", "_address", "_end", "_keep", "dtype", "location", "managed", "nbytes", "owner", "shape",
@@ -161,7 +161,7 @@ class Borrowed(Memory, Closes):
     owner: Any
     """Array of the other library; None after :meth:`close`."""
     location: MemLocation
-    """Device that has the memory, or host for pinned host memory."""
+    """Location of the memory; that of the stream's device if the driver reports none."""
     managed: bool
     """Whether the driver migrates the memory between devices and host."""
     device_accessible: bool = True
@@ -241,10 +241,10 @@ def borrow(
     ----------
     array
         A contiguous object in device memory with ``__dlpack__`` or ``__cuda_array_interface__``. The second interface
-        names no device, so the driver is asked (``cuPointerGetAttribute``).
+        names no device, so the driver is queried (``cuPointerGetAttribute``).
     stream
-        The stream that uses the memory. It waits for the library's current stream (DLPack), for the stream that the
-        interface names, or for ``lender``.
+        The stream that uses the memory. It waits for the library's current stream (DLPack), or for the stream that
+        ``__cuda_array_interface__`` names; if this names none, for ``lender``.
     lender
         The library's stream. It waits for ``stream`` when the returned memory is closed or dropped, so that the library
         may write or free the array at once. None: the array is kept until the work of ``stream`` is done.

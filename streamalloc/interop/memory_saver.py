@@ -110,7 +110,8 @@ class TorchMemorySaver:
         tag
             Name of the tag, for :meth:`pause` and :meth:`resume`.
         enable_cpu_backup, enable_disk_backup
-            Whether a pause keeps the bytes in host memory, and whether in files. If both are False, the bytes are lost.
+            Whether a pause keeps the bytes in host memory, or in files. At most one may be True. If both are False, the
+            bytes are lost.
         cpu_backup_backend
             ``"pinned"``, or ``"mmap"`` for pageable memory, which is slower and is returned to the system at once.
             Default: the value of ``TMS_INIT_CPU_BACKUP_BACKEND``, otherwise ``"pinned"``.
@@ -121,6 +122,8 @@ class TorchMemorySaver:
             An argument is not allowed.
         RuntimeError
             PyTorch's option ``expandable_segments`` is on.
+        ModuleNotFoundError
+            PyTorch is not installed.
         """
         kind = self._kind(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         bridge = self._bridge(kind)
@@ -348,8 +351,8 @@ class TorchMemorySaver:
         return None
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
-        """Set the folder of later backups on disk, and make the folder if it is missing. Raises ``OSError`` if that
-        fails. Before this call it is ``TMS_DISK_BACKUP_DIR``, or else ``/tmp``.
+        """Set the folder of later backups on disk, and make the folder if it is missing. Without this call, the folder
+        is the value of ``TMS_DISK_BACKUP_DIR``, or else ``/tmp``. Raises ``OSError`` if the folder cannot be made.
         """
         self._ensure_initialized()
         os.makedirs(path, exist_ok=True)
@@ -374,7 +377,7 @@ class TorchMemorySaver:
         return f"{tag}:{(backend or self._backend) if on_host else _DISK if on_disk else _NONE}"
 
     def _bridge(self, tag: str, of: object = None) -> TorchBridge:
-        """Return the bridge of a tag (``"tag:kind"``) for the current device. ``of``: the pool of PyTorch, for graphs,
+        """Return the bridge of a tag (``"tag:kind"``) for the current device. ``of``: for graphs, the pool of PyTorch
         that the bridge replaces.
         """
         ordinal = int(library("torch").cuda.current_device())
@@ -502,7 +505,8 @@ def configure_subprocess() -> Iterator[None]:
 
 
 def sglang_plugin() -> None:
-    """Make SGLang use the memory saver of this process, if the environment variable ``STREAMALLOC_MEMORY_SAVER`` is 1.
+    """Make SGLang use the memory saver of this process, if the environment variable ``STREAMALLOC_MEMORY_SAVER`` is 1,
+    true or yes.
 
     :doc:`/docs/recipes/memory-saver` has an example. SGLang calls this function in each process, by the package's entry
     point in the group ``sglang.srt.plugins``. The function registers a hook around ``TorchMemorySaverAdapter.create``.

@@ -1,4 +1,4 @@
-"""Bridge to Numba: allocations from pools of streamalloc, and device arrays over memory."""
+"""Bridge to Numba: allocations from pools of streamalloc, device arrays over memory, and memory over device arrays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def use(*sources: AllocatorSource) -> Bridge:
     ------
     TypeError, ValueError
         A source does not allocate device memory, no source is given, or two sources have the same device or different
-        drivers.
+        drivers. Or the sources are of a simulated driver, and ``testing.install`` is not active.
     ModuleNotFoundError
         Numba is not installed.
     """
@@ -154,11 +154,14 @@ def array(
     Raises
     ------
     TypeError, ValueError
-        The memory cannot be viewed with this type and shape, or is of a simulated driver.
+        The memory cannot be viewed with this type and shape. Or it is of a simulated driver, and ``testing.install`` is
+        not active. Or ``stream`` is not a stream of this driver.
     ModuleNotFoundError
         Numba is not installed.
     ClosedError
-        The memory was freed.
+        The memory was freed, or ``stream`` was closed.
+    EvictedError
+        The memory is evicted.
     """
     numba = library("numba.cuda", session_of(memory))
     lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)

@@ -21,9 +21,9 @@ _POSIX, _FABRIC = MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer for one library. Its truth value is :attr:`accepted`.
+    """Result of :func:`registration` for one library. Its truth value is :attr:`accepted`.
 
-    The fields of :class:`Registration` are answers; :func:`registration` returns them.
+    Several fields of :class:`Registration` are answers.
     """
 
     accepted: bool
@@ -43,7 +43,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Answers for all libraries; :func:`registration` returns them. Printed, the object is a table."""
+    """Result of :func:`registration`: an answer for each library, and the attributes of the memory that decide.
+    ``print`` shows a table.
+    """
 
     ipc: Answer
     """Answer for other processes: :func:`streamalloc.ipc.share`."""
@@ -60,9 +62,9 @@ class Registration:
     nvshmem: Answer
     """Answer for NVSHMEM: ``nvshmemx_buffer_register_symmetric``."""
     mappings: int
-    """Number of driver mappings (``cuMemMap``) that the memory spans; 1 for memory of a pool."""
+    """Number of mappings (``cuMemMap``) that the memory spans; 1 for memory that was not mapped."""
     handle_types: MemHandleType
-    """Handle types of the pool; for mapped memory, the handle types that all its mappings have."""
+    """Handle types of the memory's pool; for mapped memory, the handle types that all mappings have; otherwise NONE."""
     gpu_direct_rdma: bool
     """Whether PCIe devices can access the memory without DMA-BUF (nvidia-peermem)."""
     legacy_ipc: bool
@@ -86,12 +88,12 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     memory
         A memory object, or any object with ``__cuda_array_interface__``, such as a CuPy array or a PyTorch tensor.
     driver
-        The driver to use if ``memory`` is an object of another library.
+        The driver to use if ``memory`` is an object of another library; default: the default driver of the package.
 
     Raises
     ------
     TypeError, ValueError
-        ``memory`` is not memory, is empty, or has an address that the driver did not allocate.
+        ``memory`` is of another type, not contiguous or empty, or the driver does not know its address.
     ClosedError
         The memory was freed.
 

@@ -36,7 +36,7 @@ def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     ------
     TypeError, ValueError
         A source does not allocate device memory, no source is given, or two sources have the same device or different
-        drivers.
+        drivers. Or the sources are of a simulated driver.
     ModuleNotFoundError
         RMM is not installed.
     """

@@ -66,9 +66,9 @@ def use(*sources: AllocatorSource, rmm: bool = False) -> TorchBridge:
     sources
         Pools or other allocators, one for each device.
     rmm
-        False: PyTorch calls Python for each segment. True: PyTorch calls RMM, and RMM has the handles of the pools, so
-        that allocations run no Python code. The bridge sets RMM's resources of these devices permanently. If memory
-        runs out, PyTorch raises ``MemoryError``.
+        False: PyTorch calls Python for each segment. True: PyTorch calls RMM, and RMM has the handles of the pools; if
+        all sources are pools, allocations run no Python code. The bridge sets RMM's resources of these devices
+        permanently. If memory runs out, PyTorch raises ``MemoryError``.
 
     Returns
     -------
@@ -78,7 +78,8 @@ def use(*sources: AllocatorSource, rmm: bool = False) -> TorchBridge:
     Raises
     ------
     TypeError, ValueError
-        A source does not allocate device memory, or two sources have the same device or different drivers.
+        A source does not allocate device memory, no source is given, or two sources have the same device or different
+        drivers. Or the sources are of a simulated driver.
     ModuleNotFoundError
         PyTorch (or RMM) is not installed.
     """
@@ -501,6 +502,8 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
         PyTorch is not installed.
     ClosedError
         The memory was freed.
+    EvictedError
+        The memory is evicted.
     """
     torch = library("torch", session_of(memory))
     if isinstance(dtype, torch.dtype):
@@ -532,7 +535,7 @@ def state_dict(weights: Weights) -> dict[str, Any]:
 
     The tensors are read-only: a write faults on the device, and the context is lost. The tensors keep the weights open.
     Do not use the tensors while the weights are detached. ``model.load_state_dict(..., assign=True)`` makes them the
-    model's parameters.
+    model's parameters. Raises ClosedError if the weights were closed.
     """
     torch = library("torch")
     whole = tensor(_Unmarked(weights.memory, 0, weights.nbytes))

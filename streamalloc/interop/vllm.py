@@ -1,7 +1,7 @@
 """Interface of vLLM's ``CuMemAllocator`` over a sleep group, and a backend of vLLM's sleep mode with it.
 
-With ``STREAMALLOC_VLLM=1`` in the environment vLLM's sleep mode uses it: vLLM calls :func:`register` as a plugin.
-:doc:`/docs/recipes/vllm-sleep` has programs.
+With ``STREAMALLOC_VLLM=1`` in the environment, vLLM's sleep mode uses :class:`CuMemAllocator` of this module: vLLM
+calls :func:`register` as a plugin. :doc:`/docs/recipes/vllm-sleep` has programs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "slee
 
 
 class AllocationData:
-    """Description of one segment of PyTorch's memory. Each attribute is read anew, except :attr:`handle` and
-    :attr:`tag`.
+    """Description of one segment of PyTorch's memory. :attr:`is_asleep` and :attr:`cpu_backup_tensor` tell the present
+    state; the other attributes stay as they are.
 
     :attr:`CuMemAllocator.pointer_to_data` returns a dictionary of these objects.
     """
@@ -89,7 +89,9 @@ class CuMemAllocator:
 
     @staticmethod
     def get_instance() -> CuMemAllocator:
-        """Return the one allocator of this process. The first call makes it, for PyTorch's current device."""
+        """Return the one allocator of this process. The first call makes it, for PyTorch's current device. Raises
+        ModuleNotFoundError if PyTorch is not installed.
+        """
         if CuMemAllocator.instance is None:
             CuMemAllocator.instance = CuMemAllocator()
         return CuMemAllocator.instance
@@ -127,8 +129,9 @@ class CuMemAllocator:
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
         """Give a tag to the memory of the tensors that this thread makes in the ``with`` block. Blocks may nest.
 
-        Memory of this tag that no tensor uses is released at the beginning and at the end of the block. PyTorch's
-        option ``expandable_segments`` is off in the block.
+        Memory of this tag that no tensor uses is released at the beginning and at the end of the block, except during a
+        capture and while another thread allocates from a bridge. PyTorch's option ``expandable_segments`` is off in the
+        block.
 
         Parameters
         ----------
@@ -207,8 +210,10 @@ class CuMemAllocator:
 
         Raises
         ------
-        InUseError, CaptureError
-            Memory was exported or is mapped elsewhere, or a stream is being captured.
+        InUseError
+            Memory was exported, or is mapped at a second address.
+        CaptureError
+            PyTorch captures its current stream, or this thread a stream of this package.
         OutOfMemoryError, RuntimeError
             There is not enough host memory, or the driver refused a call. After each error nothing has changed.
         TypeError
@@ -256,7 +261,7 @@ class CuMemAllocator:
         OutOfMemoryError
             There is not enough device memory. All is still asleep, with its bytes.
         CaptureError
-            A stream is being captured. Nothing has changed.
+            As for :meth:`sleep`. Nothing has changed.
         TypeError
             A tag is not a ``str``.
         """
