@@ -39,7 +39,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
     Exceptions and exit codes of the program are those of the command; but if something other than a leak was found, a
     ``SystemExit`` of the program becomes the exit code 1. With ``--raise`` a hazard raises ``DriverMisuseError``.
-    Raises :class:`UsageError` if the program or a file of ``--kernels`` does not exist.
+    Raises :class:`UsageError` if the program or a file of ``--kernels`` does not exist, and ``OSError`` if the file of
+    ``--json`` cannot be written.
     """
     running.check_files(options)
     with tempfile.TemporaryDirectory(prefix="streamalloc-check-") as folder:

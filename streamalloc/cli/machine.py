@@ -72,7 +72,7 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
     """Return the driver on which a command runs. The first of these that is given or present is used:
 
     1. the argument ``driver``;
-    2. a ``with use(...)`` block, or STREAMALLOC_DRIVER;
+    2. a ``with use(...)`` block, ``set_default``, or STREAMALLOC_DRIVER;
     3. the machine's own CUDA driver;
     4. a simulated driver.
 
@@ -82,15 +82,15 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
         A text in the format of STREAMALLOC_DRIVER.
     devices
         Number of devices of the simulated machine. It replaces a number that the text has. Default: that of the text,
-        or else 1; but 2 if no driver was asked for, and there is none.
+        or else 1; but 2 if no driver was chosen, and the machine has none.
 
     Raises
     ------
     DriverNotFoundError
-        The machine's own driver was asked for, and there is none.
+        The machine's own driver was chosen, and there is none.
     ValueError
-        The text is invalid; or ``devices`` was given, and the driver is the machine's own, or that of a
-        ``with use(...)`` block.
+        The text is invalid; or ``devices`` was given, and the driver is the machine's own, or that of ``set_default``
+        or of a ``with use(...)`` block.
     """
     asked = driver or (os.environ.get("STREAMALLOC_DRIVER") if devices is not None else None)
     if asked:

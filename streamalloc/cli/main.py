@@ -107,16 +107,16 @@ def _add_driver_arguments(parser: argparse.ArgumentParser, default: str | None) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that ``arguments`` name (default: those of the process). Returns its exit code.
+    """Run the command that ``arguments`` name (default: ``sys.argv[1:]``). Returns its exit code.
 
     * 0: success.
-    * 1: a result was wrong.
+    * 1: ``tour`` found a wrong result, or ``check`` found something other than a leak.
     * 2: wrong arguments, no driver, or output that cannot be written.
     * 130: interrupted.
     * 141: the reader of a pipe has closed it.
 
-    The commands ``run``, ``check``, ``memory`` and ``record`` run a program: its exceptions and its ``SystemExit``
-    leave this function. Arguments that the parser refuses, ``--help`` and ``--version`` raise ``SystemExit``, too.
+    The commands ``run``, ``check``, ``memory`` and ``record`` run a program: its exceptions and its ``SystemExit`` pass
+    through this function. Arguments that the parser refuses, ``--help`` and ``--version`` raise ``SystemExit``, too.
     """
     # The name of a device may have characters that the terminal's encoding lacks. Such characters are printed as "?".
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -56,7 +56,8 @@ def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
     """Return the profile of a driver's machine as plain data. ``streamalloc.simulator.profiles`` describes the fields.
     A field that the driver refuses to tell is left out.
 
-    This function makes the primary context of each device, one pool and two allocations. Memory that other processes
+    This function makes the primary context of each device. It makes and releases pools on the device and on NUMA nodes,
+    two allocations, and, if the device supports it, physical memory with a fabric handle. Memory that other processes
     use on device 0 meanwhile counts as overhead of the context.
 
     Parameters

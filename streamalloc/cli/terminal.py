@@ -44,7 +44,9 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a file that an option names. Raises :class:`UsageError` if that is not possible."""
+    """Write ``text`` in UTF-8 to the file ``path``, which an option names. Raises :class:`UsageError` if the file
+    cannot be written.
+    """
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -54,7 +56,8 @@ def write_file(path: str, text: str) -> None:
 class Terminal:
     """Output of a command. In a terminal it has colours, and lines are folded.
 
-    Each line is flushed, so that it appears at once, and so that a closed pipe is detected.
+    Each line is flushed, so that it appears at once, and so that a closed pipe is detected. Methods that print raise
+    :class:`OutputError` if the output cannot be written.
 
     Parameters
     ----------
@@ -93,8 +96,9 @@ class Terminal:
             raise OutputError(error.strerror) from error
 
     def write_json(self, report: dict[str, Any]) -> None:
-        """Write ``report`` as JSON to the file of ``--json``. For ``"-"`` it is printed; without the option nothing is
-        written. Raises :class:`UsageError` if the file cannot be written.
+        """Write ``report`` as JSON to the file of ``--json``. For ``"-"`` the JSON is printed; without the option
+        nothing is written. Raises :class:`UsageError` if the file cannot be written, and :class:`OutputError` if the
+        JSON cannot be printed.
         """
         text = json.dumps(report, indent=2)
         if self._json == "-":

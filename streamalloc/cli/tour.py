@@ -302,7 +302,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the parts of the tour. Returns the exit code: 0 if all results are as expected, else 1."""
+    """Run the parts of the tour. Returns the exit code: 0 if all results are as expected; 1 if not, or if the device
+    has no memory pools.
+    """
     terminal.paragraph(terminal.bold(chosen.headline), 0)
     # The driver gets a checker, because the last step asks this driver for objects that were not released.
     accounts = checked(chosen.driver)
