@@ -2,9 +2,8 @@
 
 On Python 3.12 and newer a signal handler may raise at the point where a loop jumps back from within an ``if``. Python
 does not count this jump as part of the ``with`` block around the loop: the block's exit does not run, and the lock
-stays held.
-So no loop with an ``if`` at the end of its body is written directly in such a block; it is in a function that the block
-calls.
+stays held. So no loop with an ``if`` at the end of its body is written directly in such a block; it is in a function
+that the block calls.
 """
 
 from __future__ import annotations

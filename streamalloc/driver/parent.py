@@ -71,7 +71,7 @@ def from_server() -> bool:
 def parent_test() -> ParentTest | None:
     """Return the test that started this process; None in the test's own process and if no test started it.
 
-    The result stays the same for the life of the process, even if the test ends.
+    The result stays the same until the process ends, even if the test ends before.
     """
     # The result is cached by process id, because a forked child inherits the cache of its parent.
     return _find(os.getpid())

@@ -220,17 +220,17 @@ class MemoryListener(Protocol):
 
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         """Record that the work queued last writes ``nbytes`` bytes at ``address`` as elements of NumPy's ``dtype``.
-        With ``write`` False, record that it reads them.
+        With ``write`` False, record that this work reads them.
         """
 
     def released(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that the program has given up mapped memory and writes to it no more. With ``released`` False, record
-        that the program uses it again.
+        """Record that the program no longer writes to ``nbytes`` bytes of mapped memory at ``address``. With
+        ``released`` False, record that the program uses this memory again.
         """
 
     def deferred(self, address: int) -> None:
-        """Record that the program has freed shared memory, or dropped an import. The driver call that frees it comes
-        later.
+        """Record that the program has freed shared memory, or dropped an import. The driver call that frees the memory
+        comes later.
         """
 
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:

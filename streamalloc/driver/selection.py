@@ -121,7 +121,8 @@ def simulated(
     Raises
     ------
     ValueError
-        There is no such profile, a field of the profile is missing, unknown or out of range, or a number is below 1.
+        There is no such profile, or a field of the profile is missing, unknown or out of range. Or ``devices`` or
+        ``memory`` is below 1, or ``kernels`` is another text.
     """
     spec = (devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host)
     made: Driver = _made_by("simulated")(*spec)
@@ -311,7 +312,8 @@ def default() -> Driver:
     DriverNotFoundError
         No driver was chosen, and this machine has no CUDA driver.
     ValueError
-        ``STREAMALLOC_DRIVER`` has another form.
+        ``STREAMALLOC_DRIVER`` has another form, or arguments that :func:`simulated` refuses. Or ``STREAMALLOC_CHECK``
+        has a value that is not allowed.
     """
     return as_asked(_chosen())
 
@@ -399,8 +401,8 @@ def default_of_threads() -> Driver | None:
 
 @contextlib.contextmanager
 def use(driver: Driver) -> Iterator[Driver]:
-    """Return a context manager in which ``driver`` is the default driver, for this thread or task only. ``with`` gives
-    ``driver``.
+    """Return a context manager for a ``with`` block in which ``driver`` is the default driver, for this thread or task
+    only. ``with use(driver) as d`` sets ``d`` to ``driver``.
 
     Other threads, even threads started within the block, use the driver of :func:`set_default` or of the environment.
     """

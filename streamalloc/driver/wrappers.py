@@ -60,7 +60,7 @@ class Wrapper(_Functions):  # type: ignore[misc]
 class Call:
     """Call of a driver function, with its name, its arguments and the tuple that it returned (``CUresult`` first).
 
-    :func:`traced` records them.
+    :func:`traced` records such calls.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Traced(Wrapper):
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
         self.calls: list[Call] = []
-        """All calls so far in order. The list may be cleared."""
+        """All calls that have returned, in the order of their returns. The list may be cleared."""
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         time = perf_counter_ns()
