@@ -25,7 +25,7 @@ class ParentTest(NamedTuple):
     process: int
     """Process ID of the test."""
     checks: tuple[str, ...]
-    """Requested checks: ``"check"`` for stream order, ``"leaks"`` for leaks."""
+    """Requested reports: ``"check"`` on stream order, ``"leaks"`` on leaks, ``"notes"`` on what was not checked."""
     directory: str
     """Directory of the reports, private to this user."""
 

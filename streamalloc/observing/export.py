@@ -38,7 +38,7 @@ def snapshot(history: Sequence[Happening], live: Iterable[Allocation]) -> dict[s
 
     The driver does not report which address ranges a pool has. Therefore a segment is a group of neighbouring
     allocations, live or freed. The gaps between live allocations are inactive blocks. Each current mapping is a
-    separate segment.
+    separate segment. Host memory is left out.
     """
     live = [one for one in live if _device(one) is not None]
     happened = [one for one in history if _device(one.allocation) is not None]
@@ -134,8 +134,8 @@ class Log:
     """CSV file in the format of RMM's ``LoggingResourceAdaptor``, with further columns for names and the program's
     line.
 
-    Writes are not buffered, so that the lines are in the file even if the process is killed. A mapping has no stream;
-    its column has stream 0.
+    The constructor opens the file at ``path``, and raises ``OSError`` if that fails. Writes are not buffered, so that
+    the lines are in the file even if the process is killed. A mapping has no stream; its column has stream 0.
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:

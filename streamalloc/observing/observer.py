@@ -429,7 +429,7 @@ class Observer(Drawn, Leaves):
     """Record of allocations and frees, with time and source line. :func:`observe` returns it.
 
     The observer records from :meth:`start` to :meth:`stop`; a ``with`` block calls both. The records can also be read
-    after the stop.
+    after the stop. While the observer records, a read of the records first makes the deferred frees that are possible.
     """
 
     def __init__(self, account: Account) -> None:
@@ -479,7 +479,7 @@ class Observer(Drawn, Leaves):
 
     @property
     def live(self) -> tuple[Allocation, ...]:
-        """Live allocations, oldest first."""
+        """Live allocations, oldest first. An allocation whose free the driver has refused is listed as a new one."""
         self._account.settle()
         return tuple(self._account.live.values())
 
@@ -630,8 +630,9 @@ def observe(
     what
         Pools, caches (with their pool), growable and striped buffers, address ranges, page spaces (their committed
         pages), symmetric memory; or devices, for all memory on the device, also of objects created later. Default:
-        everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) count for their device.
-        Of a pool below a cache, the cache's blocks count and not its buffers: pass the cache.
+        everything of ``driver``. Allocations without a pool (:func:`streamalloc.allocate`) count for their device. If
+        you pass a pool that a cache uses, the blocks of the cache count, and not the buffers that the cache returns.
+        Pass the cache to count the buffers.
 
         In a range or buffer that is passed, each mapping counts. For a device, and by default, physical memory counts
         from its first mapping until that mapping ends, and memory of another process does not count.

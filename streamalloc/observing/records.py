@@ -26,6 +26,7 @@ class Site(NamedTuple):
     """
 
     code: CodeType
+    """Code object of the function."""
     at: int
     """Index of the instruction in the byte code (``frame.f_lasti``)."""
 
@@ -132,7 +133,7 @@ class Happening(NamedTuple):
     time: int
     """Time of the allocation, the free or the failure in nanoseconds (``time.time_ns``)."""
     stream: int
-    """Driver handle of the stream of the allocation or free."""
+    """Driver handle of the stream of the allocation, free or failure; 0 for a mapping."""
     thread: int
 
 

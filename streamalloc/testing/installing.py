@@ -70,6 +70,8 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
         A machine is installed already.
     TypeError
         The driver is not a simulated one, or ``kernels`` is one path instead of several.
+    OSError
+        A file of ``kernels`` cannot be read. An error that such a file raises is passed on.
     """
     if isinstance(kernels, (str, bytes, os.PathLike)):
         raise TypeError(f"kernels={kernels!r}: must be a list of paths")

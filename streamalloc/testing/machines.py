@@ -119,9 +119,9 @@ def inherited(**values: str) -> Iterator[None]:
 def reports(*checks: str) -> Iterator[Callable[..., Iterator[str]]]:
     """Collect the reports of the processes that are started in the ``with`` block.
 
-    ``checks``: kinds of reports that these processes make: ``"check"``, ``"leaks"``. The block gets a function,
-    to be called within the block. It takes kinds, and yields for each report of these kinds so far a text that names
-    the process in its first line.
+    ``checks``: kinds of reports that these processes make: ``"check"``, ``"leaks"``, ``"notes"``. The block gets a
+    function, to be called within the block. It takes kinds, and yields for each report of these kinds so far a text
+    that names the process in its first line.
     """
 
     def found(*kinds: str) -> Iterator[str]:

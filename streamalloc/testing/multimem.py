@@ -55,9 +55,11 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
     Raises
     ------
     ValueError
-        The address is not in multicast memory, or not aligned.
+        The address is not in multicast memory, or not aligned, or the values do not have the byte order of the CPU.
     NotImplementedError
         The stream's driver is not a simulated one.
+    ClosedError
+        The stream was closed, or the memory of ``address`` was freed.
     CudaError
         The device has no access to the address.
 

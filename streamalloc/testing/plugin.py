@@ -40,7 +40,8 @@ The mark of a test overrides the mark of its class, and the mark of the class ov
 (``pytestmark``). A marked test uses a machine even without the fixture; a mark with only ``simulated_only`` needs no
 machine.
 
-Options of the command line; each is also an ini option, with underscores and without the leading dashes:
+Options of the command line. Each but ``--streamalloc-check-all`` is also an ini option, with underscores and without
+the leading dashes:
 
 ``--streamalloc-driver=simulated``
     or ``cuda``, or with settings as ``STREAMALLOC_DRIVER`` has them: ``simulated:devices=2,seed=7``.
@@ -49,6 +50,9 @@ Options of the command line; each is also an ini option, with underscores and wi
 ``--streamalloc-one-machine``
     run all tests on one simulated machine, which keeps what the tests do not release, as a GPU does. A test that is
     ``simulated_only`` still has its own machine.
+``--streamalloc-check-all``
+    on a GPU, check the order of all driver calls in each test, whichever library makes them
+    (:func:`streamalloc.cupti.check`). A finding fails the test.
 
 ``leaks`` and ``check`` include the processes that a test starts, by :mod:`multiprocessing` or with its environment: the
 test has an error if such a process breaks stream order, or ends with memory that it has not freed.
@@ -487,7 +491,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture
 def streamalloc_machine(request: pytest.FixtureRequest, streamalloc_primary_contexts: None) -> Iterator[Driver]:
-    """Driver of the test, and the default driver during the test. A simulated machine is new for each test."""
+    """Driver of the test, and the default driver during the test. Each test gets a new simulated machine, except with
+    ``--streamalloc-one-machine``.
+    """
     yield from _machine(request)
 
 
@@ -530,8 +536,8 @@ def streamalloc_primary_contexts(request: pytest.FixtureRequest) -> Iterator[Non
 
 @pytest.fixture
 def streamalloc_faults(request: pytest.FixtureRequest) -> Faults:
-    """Driver of the test, whose calls can be made to fail: ``streamalloc_faults.fail("cuMemCreate", nth=2)``. The call
-    ``streamalloc_faults.stop()`` ends that.
+    """Driver of the test, whose calls can be made to fail: ``streamalloc_faults.fail("cuMemCreate", nth=2)``. After
+    ``streamalloc_faults.stop()`` no more calls fail.
     """
     if "streamalloc_faults" not in request.node.fixturenames:
         raise pytest.UsageError("streamalloc_faults: the test has to name it, so that its machine is made with it")
@@ -555,8 +561,8 @@ def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: D
 
 @pytest.fixture
 def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
-    """Environment variables by which a process uses the test's machine; for processes that do not inherit the
-    environment.
+    """Environment variables with which a process uses the test's machine, for processes that do not inherit the
+    environment of the test.
     """
     from streamalloc.driver.internal import choice_of
 

@@ -60,7 +60,8 @@ class Gate(Closes):
     def hold(self, stream: StreamLike) -> None:
         """Block ``stream``: its later work waits until the gate is opened.
 
-        Raises :class:`ClosedError` if the gate is closed.
+        Raises :class:`ClosedError` if the gate or ``stream`` was closed, TypeError or ValueError if ``stream`` is not a
+        stream of the gate's driver, and :class:`NotSupportedError` if the device's streams cannot wait for values.
         """
         if self._flag is None:
             raise ClosedError("the gate was closed")
@@ -113,8 +114,8 @@ def settle() -> int:
     """Collect garbage, and make the deferred releases of all drivers that are possible now. Returns the number of those
     left.
 
-    A release that is left waits for an importer, for the end of a capture, or for queued work. Synchronise the device
-    first, so that no release waits for queued work.
+    If some are left, they are attempted again for up to 50 ms. A release that is left waits for an importer, for the
+    end of a capture, or for queued work. Synchronise the device first, so that no release waits for queued work.
 
     Examples
     --------
@@ -151,6 +152,8 @@ def notebook(devices: int = 1) -> Checked:
     ------
     ValueError
         ``STREAMALLOC_DRIVER`` is invalid, or ``devices`` is below 1.
+    DriverNotFoundError
+        ``STREAMALLOC_DRIVER`` is ``cuda``, and this computer has no CUDA driver.
     """
     name = f"notebook-{os.getpid()}"
     if os.environ.get("STREAMALLOC_DRIVER") == "simulated":

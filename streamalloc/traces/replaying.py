@@ -469,6 +469,8 @@ def replay(trace: Trace, on: str | Allocator, device: Device | None = None, *, r
         No allocator has this name.
     TypeError, ValueError
         ``trace`` is not a :class:`Trace`, or ``rounds`` is less than 1.
+    ClosedError
+        The pool or caching allocator was closed.
 
     Examples
     --------

@@ -51,7 +51,9 @@ Action: TypeAlias = Literal["allocate", "free"]
 
 
 class TraceFormatError(ValueError):
-    """A file is not a trace, or is damaged. The message names the line. :func:`load` raises it."""
+    """A file is not a trace, or is damaged. The message names the file and the line, if they are known. :func:`load`
+    raises this error.
+    """
 
     def __init__(self, why: str, file: str = "", line: int | None = None) -> None:
         at = f"line {line}" if line is not None else ""
@@ -100,7 +102,8 @@ class Trace:
     Raises
     ------
     ValueError
-        The events are inconsistent: an allocation is freed twice, or was never made.
+        An event has an unknown action or a number outside 0 to 2**63 - 1. Or it contradicts earlier events: an
+        allocation is made twice, freed twice, freed with another size, or was never made.
     """
 
     events: tuple[Event, ...]
@@ -576,16 +579,16 @@ def load(source: str | Path | Mapping[str, Any], device: int | None = None) -> T
     source
         The path of a file, or the result of ``torch.cuda.memory._snapshot()``.
     device
-        Ordinal of the device, if several devices have a history in the snapshot.
+        Ordinal of the device whose history in the snapshot is read. Default: the only device that has one.
 
     Raises
     ------
     TraceFormatError
-        The file has none of these formats, or is damaged. The error names the line.
+        The file has none of these formats, or is damaged.
     OSError
         The file cannot be read.
     ValueError
-        Several devices of a snapshot have a history, or ``device`` has none.
+        ``device`` has no history in the snapshot. Or ``device`` is None, and not exactly one device has a history.
     """
     if isinstance(source, Mapping):
         return _of_snapshot(source, device, "")
