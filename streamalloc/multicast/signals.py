@@ -54,8 +54,8 @@ class Signals:
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:
         """Queue a barrier of ``channel`` on ``streams``, which has one stream for each rank of this process, by rank.
-        Raises TypeError, ValueError for a wrong ``channel``, CaptureError if a stream is being captured, and CudaError
-        if the driver refuses.
+        Raises TypeError or ValueError for a wrong ``channel`` (:func:`check_channel`), CaptureError if a stream is
+        being captured, ClosedError if a stream was closed, and CudaError if the driver refuses.
 
         Each stream increments its rank's counter in the memory of all other ranks (``cuStreamWriteValue32``), then
         waits for the increments of the other ranks (``cuStreamWaitValue32``).
@@ -80,7 +80,8 @@ class Signals:
 
     def put(self, rank: int, peer: int, stream: Stream, channel: int) -> None:
         """Queue an increment of the counter of ``rank`` in the memory of ``peer``, after the earlier work of ``stream``
-        (``cuStreamWriteValue32``). Errors as for :meth:`barrier`; ValueError also if ``peer`` is not another rank.
+        (``cuStreamWriteValue32``). Errors as for :meth:`barrier`; also TypeError if ``peer`` is no integer, and
+        ValueError if it is not another rank.
         """
         self._check(rank, peer, stream, channel, "cuStreamWriteValue32")
         count = (self._sent[rank, peer, channel] + 1) % _WRAP
@@ -99,8 +100,9 @@ class Signals:
         self._awaited[rank, peer, channel] = count
 
     def released(self, rank: int) -> npt.NDArray[np.uint32]:
-        """Return an array of values for all counters in the memory of ``rank``. If these values are written there, each
-        wait that is queued on the rank's streams ends, so that the device becomes idle without the other ranks.
+        """Return a one-dimensional array of values for all counters in the memory of ``rank``. If these values are
+        written there, each wait that is queued on the rank's streams ends, so that the device becomes idle without the
+        other ranks.
         """
         counters = np.zeros((2, CHANNELS, self._size), np.uint32)
         for channel, count in self._rounds.items():
@@ -154,6 +156,6 @@ class Signals:
 
 
 def check_channel(channel: int) -> None:
-    """Raise TypeError if ``channel`` is no int, ValueError if it is not 0 to 15."""
+    """Raise TypeError if ``channel`` is no integer, ValueError if it is not from 0 to 15."""
     if not 0 <= checked_type("channel", channel, int) < CHANNELS:
         raise ValueError(f"channel={channel}: allowed are 0 to {CHANNELS - 1}")

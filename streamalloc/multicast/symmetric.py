@@ -1,4 +1,4 @@
-"""Symmetric memory: memory of the same size on each device of a team, mapped on all of them."""
+"""Symmetric memory: memory of the same size for each rank, mapped on the devices of all ranks."""
 
 from __future__ import annotations
 
@@ -45,16 +45,17 @@ class Tables(NamedTuple):
     """
 
     buffers: int
-    """Device address of the array that holds :attr:`SymmetricMemory.addresses`."""
+    """Device address of the array with the values of :attr:`SymmetricMemory.addresses`."""
     signal_pads: int
-    """Device address of the array that holds :attr:`SymmetricMemory.signal_addresses`."""
+    """Device address of the array with the values of :attr:`SymmetricMemory.signal_addresses`."""
 
 
 class SymmetricBuffer(BufferView):
     """Memory of one rank, or the multicast view of all ranks, mapped in this process. :attr:`SymmetricMemory.buffers`,
     ``signal_pads`` and ``multicast_buffer`` return such buffers.
 
-    The buffer keeps its :class:`SymmetricMemory` alive, but not open.
+    The buffer keeps its :class:`SymmetricMemory` alive, but not open: after the close, uses of the buffer raise
+    ClosedError.
     """
 
     _ptr = None  # None: fills and copies then read the properties ``stream`` and ``owner`` of this class.
@@ -109,22 +110,23 @@ class SymmetricMemory(Closes, Shown):
             memory.barrier(stream)  # work after it runs after the fills of all ranks
             result.copy_from(memory.buffers[0], stream)  # reads the memory of rank 0
 
-    The set-up succeeds on all ranks or fails on all ranks. On failure every rank raises a
-    :class:`SymmetricMemoryError`, which names the rank and the step, and releases its resources. If no rank has died,
-    the communicator can be used again.
+    The set-up succeeds on all ranks or fails on all ranks. After a failure every rank raises an error and releases its
+    resources. A :class:`SymmetricMemoryError` names the rank at fault and the step. The communicator can be used again
+    unless one of its own calls failed, for example because a rank died or did not come in time. If the drivers of the
+    ranks have different versions, :class:`~streamalloc.ipc.DriverVersionWarning` is issued.
 
     Use a ``with`` block, or call :meth:`close` on all ranks. If the block ends with an exception, it calls
     :meth:`abandon` instead, and does not wait for the other ranks. If the object is garbage-collected without a close,
     this process's resources are released with a ``ResourceWarning``. The other ranks are then not notified. After the
-    close, methods and properties that give or use the memory raise ClosedError.
+    close, methods and properties that return or use the memory raise ClosedError.
 
     The class is not thread-safe.
 
     Parameters
     ----------
     nbytes
-        Size of each rank's memory in bytes; the same on all ranks. The physical memory also holds the signal pad and
-        tables. Its size is rounded up to the granularity, which is up to 512 MiB with multicast.
+        Size of each rank's memory in bytes; the same on all ranks. The physical memory also has the signal pad,
+        counters and tables. Its size is rounded up to the granularity, which is up to 512 MiB with multicast.
     communicator
         The group of ranks, or an object that :func:`streamalloc.ipc.as_communicator` accepts. None: the default group
         of ``torch.distributed``.
@@ -153,11 +155,13 @@ class SymmetricMemory(Closes, Shown):
     ValueError
         The ranks got different arguments. Raised on all ranks; the message lists the arguments.
     TypeError, ValueError
-        An argument of this rank is wrong. The other ranks raise :class:`SymmetricMemoryError` with the same text.
+        An argument of this rank is wrong. The other ranks raise :class:`SymmetricMemoryError` with the same text, but
+        they are not told of a wrong ``communicator`` or wrong ``devices``.
     NotSupportedError
         The requested multicast or handle type is not supported, or no handle type is. Raised on all ranks.
     SymmetricMemoryError
-        A step failed on a rank, a rank died, or the timeout expired. Raised on all ranks.
+        A step failed on a rank, a rank died, or the timeout expired. Raised on all ranks. If this package captures a
+        stream on a rank, the first step fails.
     """
 
     def __init__(
@@ -243,7 +247,7 @@ class SymmetricMemory(Closes, Shown):
         self.physical_bytes: int = resources.physical_bytes
         """Size in bytes of the physical memory that each rank allocated."""
         self.device: Device = resources.devices[self.rank]
-        """This rank's device."""
+        """This rank's device; the device of rank 0 if this process has all ranks."""
         self.devices: tuple[Device, ...] = tuple(resources.devices.values())
         """The devices of :attr:`ranks`, in the same order."""
         self.driver: Driver = resources.session.driver
@@ -272,17 +276,20 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def buffers(self) -> tuple[SymmetricBuffer, ...]:
-        """The memory of every rank, indexed by rank; it includes this rank's memory."""
+        """The memory of every rank, this rank included, indexed by rank. Raises ClosedError after the close."""
         return self._replicas(0, self.nbytes)
 
     @property
     def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
-        """The signal pad of every rank, indexed by rank. The pads are initially zero. Only your kernels write them."""
+        """The signal pad of every rank, indexed by rank. The pads are initially zero; afterwards only your program
+        writes to them. Raises ClosedError after the close.
+        """
         return self._replicas(self.signal_offset, self.signal_pad_bytes)
 
     @property
     def multicast_buffer(self) -> SymmetricBuffer | None:
-        """Multicast view of all ranks' memory, for stores and reductions; None without multicast.
+        """Multicast view of all ranks' memory, for stores and reductions; None without multicast. Raises ClosedError
+        after the close.
 
         A store, fill or copy to the view writes the same offset of every rank's memory. The result of ordinary reads is
         undefined. Kernels read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all
@@ -298,13 +305,15 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Address at which each rank's memory is mapped in this process, indexed by rank."""
+        """Address at which each rank's memory is mapped in this process, indexed by rank. Raises ClosedError after the
+        close.
+        """
         self._check_open()
         return np.array(self._bases, np.uint64)
 
     @property
     def multicast_address(self) -> int | None:
-        """Address of the multicast view in this process; None without multicast.
+        """Address of the multicast view in this process; None without multicast. Raises ClosedError after the close.
 
         The view has the same offsets as each rank's memory, so kernels can also write signal pads through the view.
         """
@@ -314,7 +323,9 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def signal_addresses(self) -> npt.NDArray[np.uint64]:
-        """Address at which each rank's signal pad is mapped in this process, indexed by rank."""
+        """Address at which each rank's signal pad is mapped in this process, indexed by rank. Raises ClosedError after
+        the close.
+        """
         self._check_open()
         return np.array([base + self.signal_offset for base in self._bases], np.uint64)
 
@@ -340,15 +351,15 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def buffer_table(self) -> int:
-        """Device address of an array of ``uint64`` in this rank's memory that holds :attr:`addresses`:
-        ``tables().buffers``.
+        """Device address of a ``uint64`` array in this rank's memory, with the values of :attr:`addresses`: the same as
+        ``tables().buffers``. Raises ClosedError after the close.
         """
         return self.tables().buffers
 
     @property
     def signal_table(self) -> int:
-        """Device address of an array of ``uint64`` in this rank's memory that holds :attr:`signal_addresses`:
-        ``tables().signal_pads``.
+        """Device address of a ``uint64`` array in this rank's memory, with the values of :attr:`signal_addresses`: the
+        same as ``tables().signal_pads``. Raises ClosedError after the close.
         """
         return self.tables().signal_pads
 
@@ -368,10 +379,11 @@ class SymmetricMemory(Closes, Shown):
     # -- order between ranks ---------------------------------------------------------------------------------
 
     def barrier(self, *streams: StreamLike, channel: int = 0) -> None:
-        """Make later work of the stream wait for the work that every rank queued before its barrier.
+        """Make later work of ``streams`` wait for the work that every rank queued on its stream before its barrier
+        (``cuStreamWriteValue32``, ``cuStreamWaitValue32``).
 
-        Call this on all ranks, equally often. The host does not block (``cuStreamWriteValue32``,
-        ``cuStreamWaitValue32``). After the barrier, all ranks can read what each rank wrote before the barrier.
+        Call this on all ranks, equally often. The host does not block. Work after the barrier can read what each rank
+        wrote before the barrier.
 
         Parameters
         ----------
@@ -379,18 +391,21 @@ class SymmetricMemory(Closes, Shown):
             One stream of this rank's device. If this process has all ranks: one stream for each rank, in order of rank.
         channel
             A number from 0 to 15; barriers on different channels are independent. If the previous barrier on the
-            channel used another stream, this stream also waits for that barrier.
+            channel used another stream of this rank, the new stream also waits for that barrier.
 
         Raises
         ------
         CaptureError
-            The stream is being captured. A graph cannot repeat a barrier, because the counters increase at each call.
+            A stream is being captured. A graph cannot repeat a barrier, because the counters increase at each call.
         TypeError
             The number of streams is wrong, or an argument has a wrong type.
         ValueError
-            The channel does not exist, or a stream belongs to a device that is not in :attr:`devices`.
+            The channel does not exist, or a stream belongs to another driver or to a device that is not in
+            :attr:`devices`.
         ClosedError
-            The memory was closed.
+            The memory or a stream was closed.
+        CudaError
+            The driver refused a call.
         """
         self._check_open()
         if len(streams) != len(self.ranks):
@@ -405,8 +420,9 @@ class SymmetricMemory(Closes, Shown):
         """Signal another rank once the work queued on the stream has completed (``cuStreamWriteValue32``).
 
         The host does not block. Signals are counted: the peer's n-th :meth:`wait_signal` on a channel waits for the
-        n-th signal from this rank. Errors as for :meth:`barrier`; ValueError also if ``peer`` is not another rank, if
-        ``rank`` is not a rank of this process, or if several ranks have the stream's device and ``rank`` is not given.
+        n-th signal from this rank. Raises the errors of :meth:`barrier`. Raises ValueError also if ``peer`` is not
+        another rank, if ``rank`` is not a rank of this process, or if several ranks have the stream's device and
+        ``rank`` is not given.
 
         Parameters
         ----------
@@ -424,7 +440,7 @@ class SymmetricMemory(Closes, Shown):
         self._signals.put(self._rank_of(ordered, rank), peer, ordered, channel)
 
     def wait_signal(self, peer: int, stream: StreamLike, *, channel: int = 0, rank: int | None = None) -> None:
-        """Make later work of a stream wait for the next signal from ``peer`` (``cuStreamWaitValue32``).
+        """Make later work of a stream wait for the next signal from the rank ``peer`` (``cuStreamWaitValue32``).
 
         The host does not block. Parameters and errors as for :meth:`put_signal`, except that ``rank`` is the receiving
         rank.
@@ -450,11 +466,12 @@ class SymmetricMemory(Closes, Shown):
     # -- release ---------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None) -> None:
-        """Release everything once all ranks have called this and their devices are idle. A second call does nothing.
+        """Release everything once all ranks have called this and their devices are idle (``cuCtxSynchronize``). A
+        second call does nothing.
 
         No rank waits for the releases of the other ranks: memory returns to a device when the last rank has unmapped
         it. If a rank died or did not call this in time, this rank releases its resources alone, and the error names the
-        missing rank.
+        missing rank. A communicator that was made for this memory is closed.
 
         Parameters
         ----------
@@ -464,11 +481,14 @@ class SymmetricMemory(Closes, Shown):
         Raises
         ------
         SymmetricMemoryError
-            A rank died, was not ready in time, or could not wait for its devices. This rank's resources are released,
-            unless other code captures a stream, the driver refuses a release, or a device of this process is still busy
-            after the rest of the time, but at least one second (one second if there is no limit).
+            A rank died, was not ready in time, or could not wait for its devices. This rank's resources are released
+            once its devices are idle. For this the call waits for the rest of the time, but at least one second; for
+            one second if there is no limit. Nothing is released if a device is still busy then, or if other code
+            captures a stream.
         CaptureError
             This package captures a stream. Nothing was released, and no rank was notified.
+        TypeError, ValueError
+            ``timeout`` is no number of seconds.
         CudaError
             Work of a device of this process had failed, or the driver refused a release. After a refusal, call
             :meth:`close` again to retry.
@@ -500,9 +520,9 @@ class SymmetricMemory(Closes, Shown):
     def abandon(self, timeout: float = _ABANDON_TIMEOUT) -> None:
         """Release this rank's resources without the other ranks, for example after a rank has died.
 
-        Barriers and signals for which this process's streams still wait are satisfied, so that the devices become idle.
-        Memory that other ranks have mapped stays until those ranks unmap it. The communicator stays open. A second call
-        does nothing.
+        First the counters of barriers and signals are set, so that the waits on this process's streams end. Then the
+        host waits until the devices are idle. Memory that other ranks have mapped stays until those ranks unmap it. The
+        communicator stays open. A second call does nothing.
 
         Parameters
         ----------
@@ -513,8 +533,12 @@ class SymmetricMemory(Closes, Shown):
         ------
         TimeoutError
             A device was still busy after that time; a kernel may wait for another rank. Nothing was released.
-        CaptureError, CudaError
-            A stream is being captured, by this package or other code, and nothing was released; or as for close().
+        CaptureError
+            This package or other code captures a stream. Nothing was released.
+        TypeError, ValueError
+            ``timeout`` is no number of seconds.
+        CudaError
+            Work of a device had failed, or the driver refused a release. After a refusal, call this method again.
         """
         if self.closed:
             return

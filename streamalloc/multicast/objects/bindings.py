@@ -19,8 +19,8 @@ from streamalloc.vmm.internal import AllocationHandle, AllocationState, HandleNo
 
 
 def check_multiple(name: str, value: int, step: int, *, shown: str = "", hint: str = "") -> None:
-    """Raise ValueError if ``value``, the argument ``name``, is no multiple of the granularity ``step`` in bytes. In the
-    error, ``shown`` replaces the value, and ``hint`` says what to do.
+    """Raise ValueError if ``value`` is no multiple of ``step``, the granularity in bytes. ``name`` is the argument's
+    name for the error. In the error, a nonempty ``shown`` replaces the value, and ``hint`` says what to do.
     """
     if value % step:
         raise ValueError(f"{name}={shown or value}: allowed are multiples of the granularity, {size_text(step)}{hint}")
@@ -49,10 +49,15 @@ class BindSource(NamedTuple):
 
         Raises
         ------
-        TypeError, ValueError
-            The memory cannot be bound, belongs to another driver, spans several chunks, or is smaller than the range.
+        TypeError
+            ``memory`` is no :class:`PhysicalMemory` or :class:`Memory`, or a number has a wrong type.
+        ValueError
+            The memory belongs to another driver or a graph, spans several chunks, has a hole, is a multicast object or
+            a tile pool, or is smaller than the range. Or the range is empty.
         ClosedError
-            The memory was freed.
+            The memory was closed or freed.
+        CudaError
+            The driver refused a new handle for mapped memory whose handle is closed.
         """
         if not isinstance(memory, (PhysicalMemory, Memory)):
             raise TypeError(
@@ -93,13 +98,25 @@ class BindSource(NamedTuple):
         return cls(memory, chunk, begin - at, size, address, state_of(chunk))
 
     def check(self, granularity: int, device: Device | None, *, shareable: bool) -> int:
-        """Check the driver's rules, and return the ordinal of the device to bind for. Raises ValueError if the
-        memory is not aligned, cannot be shared, or is on another device or in other host memory than allowed, and the
-        errors of :func:`check_device`.
+        """Check that the driver's rules allow to bind the range, and return the ordinal of the device to bind for.
 
-        ``granularity`` is that of the multicast object in bytes. ``device`` is the argument of
-        :meth:`MulticastObject.bind`. ``shareable``: whether the multicast object can be shared; the memory must then be
-        shareable, too.
+        Parameters
+        ----------
+        granularity
+            The granularity of the multicast object in bytes.
+        device
+            The argument of :meth:`MulticastObject.bind`.
+        shareable
+            Whether the multicast object can be shared. The memory must then be shareable, too, as far as its properties
+            are known.
+
+        Raises
+        ------
+        TypeError
+            ``device`` is not a :class:`Device`.
+        ValueError
+            The range is not aligned, or its memory cannot be shared, or is host memory of no NUMA node. Or ``device``
+            is of another driver, is missing for host memory, or is not the device of device memory.
         """
         check_multiple("nbytes", self.nbytes, granularity)
         if self.address is None:
@@ -178,8 +195,8 @@ class BindingNode(HandleNode):
         """
         state = self.source.state
         self._raw = self.object.raw
-        # The object's node is in a table that exists as long as the driver. By this reference the memory cannot be
-        # collected, and so not released, before the object.
+        # The session's tables keep the object's node alive until the object is released. So this reference keeps the
+        # garbage collector from dropping, and so releasing, the memory before the unbind.
         self.object.kept[self] = self.source.memory
         for node in (*self.object.preceding(Kind.OBJECT_MAPPING), self.object):
             node.first[self] = None
@@ -193,8 +210,8 @@ class BindingNode(HandleNode):
                 mapping.first[self.object] = None
 
     def unlink(self, team: Node) -> None:
-        """Remove the order between multicast object and memory, unless another binding of the object has the same
-        memory. ``team`` is the node of the object's team.
+        """Drop the reference that keeps the memory alive. Also remove the order between multicast object and memory,
+        unless another binding of the object has the same memory. ``team`` is the node of the object's team.
         """
         state = self.source.state
         self.object.kept.pop(self, None)

@@ -1,4 +1,4 @@
-"""Multicast objects: one range of addresses that reaches memory on each device of a team.
+"""Multicast objects: a write to the mapping of such an object reaches memory of each device of a team.
 
 A :class:`MulticastObject` owns its bindings, and a :class:`Binding` refers to one of them. The order of releases is:
 unbind the memory, unmap the object, release the object, release the memory, free the addresses.
@@ -62,6 +62,13 @@ class MulticastObjectProp:
         Handle types for export to other processes.
     flags
         Must be 0.
+
+    Raises
+    ------
+    TypeError
+        A number is no integer, or ``handle_types`` is no :class:`MemHandleType`.
+    ValueError
+        ``num_devices`` or ``size`` is less than 1, a handle type exists only on Windows, or ``flags`` is not 0.
     """
 
     num_devices: int
@@ -139,7 +146,7 @@ class MulticastObject(GenericAllocation):
     handle_types
         Handle types for export to other processes. If set, only shareable memory can be bound.
     round_up
-        Whether to round ``nbytes`` up to the granularity. Otherwise an unaligned size raises ``ValueError``.
+        Whether to round ``nbytes`` up to a multiple of the granularity.
     recommended
         Whether to use the granularity that the driver recommends for performance, rather than the minimum.
     driver
@@ -147,8 +154,11 @@ class MulticastObject(GenericAllocation):
 
     Raises
     ------
-    TypeError, ValueError
-        An argument has a wrong type or value.
+    TypeError
+        An argument has a wrong type.
+    ValueError
+        ``nbytes`` is 0 or, without ``round_up``, no multiple of the granularity. Or ``num_devices`` is less than 1, or
+        a handle type exists only on Windows.
     NotSupportedError
         No visible device supports multicast objects.
     NotPermittedError
@@ -219,7 +229,7 @@ class MulticastObject(GenericAllocation):
         driver: Driver | None = None,
     ) -> int:
         """Return the granularity of a multicast object in bytes (``cuMulticastGetGranularity``). The object's size, and
-        sizes, offsets and addresses of its bindings, must be multiples of it.
+        sizes, offsets and addresses of its bindings, must be multiples of the minimum granularity.
 
         Parameters
         ----------
@@ -233,7 +243,7 @@ class MulticastObject(GenericAllocation):
         Raises
         ------
         TypeError, ValueError
-            A property has a wrong type or value.
+            A property has a wrong type or value: see :class:`MulticastObject`.
         CudaError
             The driver refused the properties.
         """
@@ -268,9 +278,13 @@ class MulticastObject(GenericAllocation):
         ------
         NotSupportedError
             No visible device supports multicast objects.
-        TypeError, ValueError
-            ``handle`` is not a handle, ``num_devices`` is less than 1, or ``nbytes`` is not a multiple of the minimum
-            granularity (:meth:`granularity`).
+        TypeError
+            ``handle`` is no :class:`Fd`, number or bytes object, or another argument has a wrong type.
+        ValueError
+            ``handle`` has a wrong size or is certainly no exported handle, ``num_devices`` is less than 1, or
+            ``nbytes`` is not a multiple of the minimum granularity (:meth:`granularity`).
+        ClosedError
+            The :class:`Fd` was closed.
         CudaError
             The driver refuses the handle.
         """
@@ -310,8 +324,10 @@ class MulticastObject(GenericAllocation):
         ------
         ClosedError
             The object was closed.
-        TypeError, ValueError
-            ``device`` is not a device of this driver or was added already, or the team is full.
+        TypeError
+            ``device`` is not a :class:`Device`.
+        ValueError
+            ``device`` belongs to another driver or was added already, or this process has added all devices.
         NotSupportedError
             The device does not support multicast objects.
         InvalidDeviceError
@@ -333,7 +349,7 @@ class MulticastObject(GenericAllocation):
 
         This call is needed if other processes add devices. Call it after a barrier that each process reaches after it
         has added its devices. Do not call it if a process failed to add a device: the driver would then block in bind
-        and map calls for ever. Raises :class:`ClosedError`.
+        and map calls for ever. Raises :class:`ClosedError` if the object was closed.
         """
         self._checked_raw()
         self._complete = True
@@ -354,8 +370,8 @@ class MulticastObject(GenericAllocation):
     ) -> Binding:
         """Bind memory of one device to a range of the object (``cuMulticastBindMem``, ``cuMulticastBindAddr``).
 
-        The object keeps the memory alive until it is unbound. Physical memory may be closed earlier: it is then
-        released after the unbind. A pool's buffer must not be freed earlier.
+        The object keeps the memory alive until the unbind. Physical memory may be closed earlier: its release then
+        comes after the unbind. A pool's buffer must not be freed earlier.
 
         Parameters
         ----------
@@ -364,8 +380,8 @@ class MulticastObject(GenericAllocation):
         offset
             Offset in the object in bytes, a multiple of the granularity.
         memory_offset, nbytes
-            Offset and size of the range of ``memory`` to bind, in bytes, multiples of the granularity. Default: all of
-            the memory.
+            Offset and size of the range of ``memory`` to bind, in bytes, multiples of the granularity. Default: the
+            bytes from ``memory_offset`` to the end of the memory.
         device
             The device to bind for. Device memory is always bound for its own device, which is the default. For host
             memory, name the device that is nearest to the memory's NUMA node (``cuMulticastBindMem_v2``).
@@ -374,16 +390,21 @@ class MulticastObject(GenericAllocation):
         ------
         IncompleteTeamError
             Not all devices were added. The driver would block.
-        TypeError, ValueError
+        TypeError
+            ``memory`` cannot be bound, or an argument has a wrong type.
+        ValueError
             An offset, size or address is unaligned or out of range, or these bytes of the object are bound already. Or
-            the memory belongs to another driver, has several chunks, or cannot be shared although the object can. Or
-            this process has added all devices, and the memory is on another device.
+            the memory belongs to another driver or a graph, has several chunks, or cannot be shared although the object
+            can. Or ``device`` is missing for host memory, or is not the device of device memory. Or this process has
+            added all devices, and the memory is on another device.
         ClosedError
-            The object or the memory was closed.
+            The object was closed, or the memory was closed or freed.
         OutOfMemoryError
             The NVSwitches have no resources left.
         SystemNotReadyError
             The fabric manager is not running.
+        CudaError
+            The driver refused for another reason.
         """
         raw = self._checked_raw()
         source = BindSource.of(memory, memory_offset, nbytes, self._session)
@@ -421,16 +442,25 @@ class MulticastObject(GenericAllocation):
         Parameters
         ----------
         access
-            Permissions of devices of the team, as for :meth:`AddressRange.map`.
+            Permissions of devices of the team, as for :meth:`AddressRange.map`. By default nobody has access.
 
         Raises
         ------
-        ClosedError, IncompleteTeamError
-            The object was closed; not all devices were added, so that the driver would block.
-        TypeError, ValueError, NotSupportedError
-            All devices were added here, and another is named; ``access`` names the host, which cannot use the object.
+        ClosedError
+            The object was closed.
+        IncompleteTeamError
+            Not all devices were added. The driver would block.
+        TypeError
+            ``access`` names something that is no device or location.
+        ValueError
+            ``access`` names a device of another driver. Or this process has added all devices, and ``access`` names
+            another one.
+        NotSupportedError
+            ``access`` names the host, which cannot use the object.
         AddressSpaceError
             The process has no free address range of this size.
+        CudaError
+            The driver refused a call.
         """
         self._check_mappable()
         rights = rights_of(access, self._session)
@@ -450,10 +480,14 @@ class MulticastObject(GenericAllocation):
 
         Raises
         ------
+        TypeError
+            ``after`` contains something that is no event or stream.
         ValueError
-            The object is mapped, and ``unmap`` is False.
-        CaptureError, CudaError
-            A stream of ``after`` is being captured; the driver refused a call. Close again to release the rest.
+            The object is mapped, and ``unmap`` is False. Or an event or stream of ``after`` belongs to another driver.
+        CaptureError
+            A stream of ``after`` is being captured. Nothing was released.
+        CudaError
+            The driver refused a call. Close again to release the rest.
         """
         if self.closed:
             return
@@ -572,7 +606,7 @@ class Binding(Closes):
         self.multicast: MulticastObject = multicast
         """Multicast object that the memory is bound to."""
         self.memory: PhysicalMemory | Memory = node.source.memory
-        """The bound memory. If a mapping was bound, its physical memory."""
+        """The bound memory: the physical memory of a mapping if a mapping was bound."""
         self.offset: int = node.offset
         """Offset of the binding in the multicast object, in bytes."""
         self.memory_offset: int = node.source.offset
@@ -595,7 +629,8 @@ class Binding(Closes):
 
         The unbind is not stream-ordered: the host blocks until the streams or events ``after`` are done, see
         :class:`AddressRange`. Default: all work of the devices with access to a mapping of the object. Raises
-        :class:`CudaError`.
+        TypeError, ValueError or :class:`CaptureError` for ``after`` as :meth:`MulticastObject.close` does, and
+        :class:`CudaError` if the driver refuses.
         """
         if not self._node.gone:
             self.multicast._unbind(self._node, after)
@@ -616,9 +651,9 @@ class MulticastView(LoneMapping):
     """A mapping of a multicast object in its own address range. :meth:`MulticastObject.map` returns it.
 
     :meth:`fill` and :meth:`copy_from` write to the memory of every device. Ordinary reads have undefined results, so
-    :meth:`copy_to` and the array interfaces raise an error. Kernels use ``multimem`` instructions at :attr:`address`. A
-    kernel that also uses the bound memory at the memory's own address needs ``fence.proxy.alias``: see
-    :class:`MulticastObject`.
+    :meth:`copy_to` raises ValueError, and there are no array interfaces: ``__cuda_array_interface__`` raises
+    AttributeError, ``__dlpack__`` BufferError. Kernels use ``multimem`` instructions at :attr:`address`. A kernel that
+    also uses the bound memory at the memory's own address needs ``fence.proxy.alias``: see :class:`MulticastObject`.
     """
 
     __slots__ = ()

@@ -63,7 +63,7 @@ class RankProfile:
     format: int = _FORMAT
 
     def to_bytes(self) -> bytes:
-        """Return the profile as JSON. Any version of this library can read the field ``format`` of it and report a
+        """Return the profile as JSON in UTF-8. Any version of this library can read its field ``format``, and report a
         difference.
         """
         return json.dumps(asdict(self)).encode()
@@ -101,15 +101,16 @@ class RankLayout(NamedTuple):
     """Size of all parts together, not rounded up to the granularity."""
 
     def counter(self, kind: int, channel: int, sender: int, size: int) -> int:
-        """Return the offset in bytes of the counter that rank ``sender`` increments. ``kind`` is 0 for barriers, 1 for
-        signals. ``channel`` is 0 to 15. ``size`` is the number of ranks.
+        """Return the offset, in bytes from the start of a rank's memory, of the counter that rank ``sender`` increments
+        there. ``kind`` is 0 for barriers, 1 for signals. ``channel`` is 0 to 15. ``size`` is the number of ranks.
         """
         return self.counters + _COUNTER * ((kind * CHANNELS + channel) * size + sender)
 
 
 def layout_of(nbytes: int, signal_pad_bytes: int, size: int) -> RankLayout:
-    """Return the layout of each rank's memory for ``size`` ranks: ``nbytes`` for the program, ``signal_pad_bytes`` of
-    signal pad, counters, tables. Each part begins at a cache line, so that no two parts are in one cache line.
+    """Return the layout of each rank's memory for ``size`` ranks: ``nbytes`` bytes for the program, a signal pad of
+    ``signal_pad_bytes`` bytes, counters, tables. Each part begins at a cache line, so that no cache line has bytes of
+    two parts.
     """
     signal_pad = round_up(nbytes, _LINE)
     counters = round_up(signal_pad + signal_pad_bytes, _LINE)
@@ -127,7 +128,7 @@ class Plan(NamedTuple):
     handle_types: tuple[MemHandleType, ...]
     """Handle types that can be used, the preferred type first; ``NONE`` alone if all ranks are in one process."""
     physical_bytes: int
-    """Bytes of physical memory of each rank."""
+    """Size in bytes of the physical memory of each rank: all parts, rounded up to the granularity."""
 
 
 def make_plan(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:

@@ -23,9 +23,10 @@ _GRACE = 2.0
 
 
 class SymmetricMemoryError(RuntimeError):
-    """A collective step failed on a rank, and therefore on all ranks. The effects of the step were undone.
+    """A step of a collective call failed on one rank, and therefore on all ranks.
 
-    The collective calls of :class:`SymmetricMemory` raise it.
+    The creation of :class:`SymmetricMemory`, and :meth:`SymmetricMemory.close`, raise it. A failed creation has
+    released its resources; for a failed close, see there.
 
     Attributes
     ----------
@@ -133,11 +134,11 @@ class RankGroup:
         return received
 
     def barrier_after_failure(self, deadline: float | None) -> None:
-        """Block until the other ranks have undone a failed step, too, at most until ``deadline``. Do nothing if the
-        communicator has failed.
+        """Block until the other ranks have undone a failed step, too, at most until ``deadline``, but for 2 seconds if
+        less time is left. No effect if the communicator has failed, or if there is none.
 
-        No error is raised, because the caller is already raising the step's own error. If the barrier fails, the
-        communicator counts as failed.
+        No ``Exception`` is raised, because the caller is already raising the step's own error. If the barrier fails,
+        the communicator counts as failed.
         """
         if self.communicator is None or self.failed:
             return
@@ -187,8 +188,7 @@ def _packet(outcome: bytes | BaseException) -> bytes:
 def rank_at_fault(error: BaseException, own: int, call: str) -> int:
     """Return the rank that a communicator's ``error`` names as the cause; this rank, ``own``, if the error names none.
 
-    If ranks made different calls, the cause is a rank that did not make ``call``, which is the name of this rank's
-    call.
+    If ranks made different calls, the cause is a rank whose call is not ``call``, the name of this rank's call.
     """
     calls = error.calls if isinstance(error, GroupError) else {}
     others = [rank for rank, made in calls.items() if made != call]

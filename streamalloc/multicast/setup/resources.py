@@ -56,8 +56,8 @@ class RankResources(Deferred):
     # -- the steps, each for one rank of this process --------------------------------------------------------
 
     def create(self, rank: int, kind: MemHandleType, multicast: bool) -> None:
-        """Create the memory of ``rank`` for handles of type ``kind`` (``cuMemCreate``). With ``multicast``, rank 0 also
-        creates the multicast object (``cuMulticastCreate``). Raises CudaError.
+        """Create the memory of ``rank`` for handles of type ``kind`` (``cuMemCreate``), and set :attr:`kind`. With
+        ``multicast``, rank 0 also creates the multicast object (``cuMulticastCreate``). Raises CudaError.
         """
         device, self.kind = self.devices[rank], kind
         self.memories[rank] = PhysicalMemory(device, self.physical_bytes, handle_types=kind)
@@ -157,7 +157,7 @@ class RankResources(Deferred):
         Raises
         ------
         CudaError
-            The first call that failed, with the other errors attached.
+            A driver call failed. Errors of further calls are attached.
         """
         with self._lock:
             self.releasing = True
@@ -199,15 +199,15 @@ def finish_all(devices: Iterable[Device], deadline: float | None, failures: list
 def run_until(device: Device, do: Callable[[], object], deadline: float | None, failures: list[CudaError]) -> None:
     """Call ``do``, which waits for ``device``, on a new thread, because the driver's waits have no time limit.
 
-    If the device's work has failed, its error is appended to ``failures`` and not raised: such a device is also idle,
-    so that the release can follow.
+    A CudaError of ``do``, other than CaptureError, is appended to ``failures`` and not raised: a device whose work has
+    failed is also idle, so that the release can follow. Other errors of ``do`` are raised.
 
     Raises
     ------
     TimeoutError
         ``do`` has not returned at the time ``deadline`` (``time.monotonic``). The thread keeps running.
     CaptureError
-        Other code captures a stream, so that the device cannot be synchronised.
+        ``do`` raised it: other code captures a stream, so that the device cannot be synchronised.
     """
     errors: list[BaseException] = []
 

@@ -16,8 +16,10 @@ on one rank fails on all (:meth:`RankGroup.step`). :class:`SymmetricMemoryError`
 10. ``access``: each process gives its devices access (``cuMemSetAccess``).
 11. ``clear``: each rank zeroes its signal pad and counters, and writes its address tables (``cuMemcpyHtoDAsync``).
 
-Steps 3 to 5 are left out if one process has all ranks, steps 6 and 7 without a multicast object. The step ``close``
-releases the memory.
+Steps 3 to 5 are left out if one process has all ranks, steps 6 and 7 without a multicast object.
+
+:meth:`SymmetricMemory.close` does the step ``close`` twice before it releases the memory: the first time the ranks only
+meet, the second time each waits until its devices are idle.
 """
 
 from __future__ import annotations
@@ -114,8 +116,9 @@ def agree(
     """Run the step ``"agree"``: exchange the profiles of all ranks in ``group``. Returns the plan, and the device of
     each rank of this process.
 
-    ``given`` has the devices that the caller has chosen, by rank. ``arguments``, ``driver`` and errors as for
-    :class:`SymmetricMemory`. ``deadline`` is the time at which the wait for other ranks ends (``time.monotonic``).
+    ``given`` has the devices that the caller has chosen, by rank. ``arguments``, ``driver``, errors and warnings as for
+    :class:`SymmetricMemory`. ``deadline`` is the time at which the wait for other ranks ends (``time.monotonic``,
+    seconds).
     """
     chosen: dict[int, Device] = {}
     mistakes: list[Exception] = []
