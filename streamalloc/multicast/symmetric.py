@@ -281,19 +281,16 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
-        """The signal pad of every rank, indexed by rank. The pads are initially zero; afterwards only your program
-        writes to them. Raises ClosedError after the close.
-        """
+        """The signal pad of every rank, indexed by rank; initially zero. Raises ClosedError after the close."""
         return self._replicas(self.signal_offset, self.signal_pad_bytes)
 
     @property
     def multicast_buffer(self) -> SymmetricBuffer | None:
-        """Multicast view of all ranks' memory, for stores and reductions; None without multicast. Raises ClosedError
-        after the close.
+        """Multicast view of all ranks' memory, for stores and reductions; None without multicast.
 
         A store, fill or copy to the view writes the same offset of every rank's memory. The result of ordinary reads is
         undefined. Kernels read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all
-        ranks.
+        ranks. Raises ClosedError after the close.
 
         The view and :attr:`buffers` are different addresses of the same memory, and the hardware does not order
         accesses through different addresses, even in one thread. Put ``fence.proxy.alias`` between a store through one
@@ -305,9 +302,7 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """Address at which each rank's memory is mapped in this process, indexed by rank. Raises ClosedError after the
-        close.
-        """
+        """Address of each rank's memory in this process, indexed by rank. Raises ClosedError after the close."""
         self._check_open()
         return np.array(self._bases, np.uint64)
 
@@ -323,9 +318,7 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def signal_addresses(self) -> npt.NDArray[np.uint64]:
-        """Address at which each rank's signal pad is mapped in this process, indexed by rank. Raises ClosedError after
-        the close.
-        """
+        """Address of each rank's signal pad in this process, indexed by rank. Raises ClosedError after the close."""
         self._check_open()
         return np.array([base + self.signal_offset for base in self._bases], np.uint64)
 
@@ -379,11 +372,10 @@ class SymmetricMemory(Closes, Shown):
     # -- order between ranks ---------------------------------------------------------------------------------
 
     def barrier(self, *streams: StreamLike, channel: int = 0) -> None:
-        """Make later work of ``streams`` wait for the work that every rank queued on its stream before its barrier
-        (``cuStreamWriteValue32``, ``cuStreamWaitValue32``).
+        """Make later work of ``streams`` wait for the work that every rank queued on its stream before its barrier.
 
-        Call this on all ranks, equally often. The host does not block. Work after the barrier can read what each rank
-        wrote before the barrier.
+        Call this on all ranks, equally often. The host does not block (``cuStreamWriteValue32``,
+        ``cuStreamWaitValue32``). Work after the barrier can read what each rank wrote before the barrier.
 
         Parameters
         ----------
@@ -400,12 +392,9 @@ class SymmetricMemory(Closes, Shown):
         TypeError
             The number of streams is wrong, or an argument has a wrong type.
         ValueError
-            The channel does not exist, or a stream belongs to another driver or to a device that is not in
-            :attr:`devices`.
-        ClosedError
-            The memory or a stream was closed.
-        CudaError
-            The driver refused a call.
+            The channel does not exist, or a stream belongs to another driver, or to no device of :attr:`devices`.
+        ClosedError, CudaError
+            The memory or a stream was closed, or the driver refused a call.
         """
         self._check_open()
         if len(streams) != len(self.ranks):
@@ -420,9 +409,8 @@ class SymmetricMemory(Closes, Shown):
         """Signal another rank once the work queued on the stream has completed (``cuStreamWriteValue32``).
 
         The host does not block. Signals are counted: the peer's n-th :meth:`wait_signal` on a channel waits for the
-        n-th signal from this rank. Raises the errors of :meth:`barrier`. Raises ValueError also if ``peer`` is not
-        another rank, if ``rank`` is not a rank of this process, or if several ranks have the stream's device and
-        ``rank`` is not given.
+        n-th signal from this rank. Raises the errors of :meth:`barrier`; ValueError also if ``peer`` is not another
+        rank, ``rank`` is not a rank of this process, or several ranks have the stream's device and ``rank`` is missing.
 
         Parameters
         ----------
@@ -466,8 +454,7 @@ class SymmetricMemory(Closes, Shown):
     # -- release ---------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None) -> None:
-        """Release everything once all ranks have called this and their devices are idle (``cuCtxSynchronize``). A
-        second call does nothing.
+        """Release everything once all ranks have called this and their devices are idle. A second call does nothing.
 
         No rank waits for the releases of the other ranks: memory returns to a device when the last rank has unmapped
         it. If a rank died or did not call this in time, this rank releases its resources alone, and the error names the
@@ -487,8 +474,6 @@ class SymmetricMemory(Closes, Shown):
             captures a stream.
         CaptureError
             This package captures a stream. Nothing was released, and no rank was notified.
-        TypeError, ValueError
-            ``timeout`` is no number of seconds.
         CudaError
             Work of a device of this process had failed, or the driver refused a release. After a refusal, call
             :meth:`close` again to retry.
@@ -520,9 +505,8 @@ class SymmetricMemory(Closes, Shown):
     def abandon(self, timeout: float = _ABANDON_TIMEOUT) -> None:
         """Release this rank's resources without the other ranks, for example after a rank has died.
 
-        First the counters of barriers and signals are set, so that the waits on this process's streams end. Then the
-        host waits until the devices are idle. Memory that other ranks have mapped stays until those ranks unmap it. The
-        communicator stays open. A second call does nothing.
+        The counters of barriers and signals are set, so that the waits on this process's streams end. Memory that other
+        ranks have mapped stays until those ranks unmap it. The communicator stays open. A second call does nothing.
 
         Parameters
         ----------
@@ -531,12 +515,9 @@ class SymmetricMemory(Closes, Shown):
 
         Raises
         ------
-        TimeoutError
-            A device was still busy after that time; a kernel may wait for another rank. Nothing was released.
-        CaptureError
-            This package or other code captures a stream. Nothing was released.
-        TypeError, ValueError
-            ``timeout`` is no number of seconds.
+        TimeoutError, CaptureError
+            A device was still busy after that time, for example because a kernel waits for another rank, or a stream is
+            being captured, by this package or other code. Nothing was released.
         CudaError
             Work of a device had failed, or the driver refused a release. After a refusal, call this method again.
         """

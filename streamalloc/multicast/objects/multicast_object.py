@@ -242,10 +242,8 @@ class MulticastObject(GenericAllocation):
 
         Raises
         ------
-        TypeError, ValueError
-            A property has a wrong type or value: see :class:`MulticastObject`.
-        CudaError
-            The driver refused the properties.
+        TypeError, ValueError, CudaError
+            A property has a wrong type or value (:class:`MulticastObjectProp`), or the driver refused the properties.
         """
         prop = MulticastObjectProp(num_devices, checked_size("nbytes", nbytes), handle_types)
         return _granularity_of(session_for(None, driver), prop, recommended=recommended)
@@ -278,15 +276,11 @@ class MulticastObject(GenericAllocation):
         ------
         NotSupportedError
             No visible device supports multicast objects.
-        TypeError
-            ``handle`` is no :class:`Fd`, number or bytes object, or another argument has a wrong type.
-        ValueError
-            ``handle`` has a wrong size or is certainly no exported handle, ``num_devices`` is less than 1, or
+        TypeError, ValueError
+            An argument has a wrong type, ``handle`` is certainly no exported handle, ``num_devices`` is less than 1, or
             ``nbytes`` is not a multiple of the minimum granularity (:meth:`granularity`).
-        ClosedError
-            The :class:`Fd` was closed.
-        CudaError
-            The driver refuses the handle.
+        ClosedError, CudaError
+            The :class:`Fd` was closed, or the driver refuses the handle.
         """
         with handle if isinstance(handle, Fd) else contextlib.nullcontext():
             kind = MemHandleType.FABRIC if isinstance(handle, (bytes, bytearray)) else _POSIX
@@ -324,10 +318,8 @@ class MulticastObject(GenericAllocation):
         ------
         ClosedError
             The object was closed.
-        TypeError
-            ``device`` is not a :class:`Device`.
-        ValueError
-            ``device`` belongs to another driver or was added already, or this process has added all devices.
+        TypeError, ValueError
+            ``device`` is no device of this driver or was added already, or this process has added all devices.
         NotSupportedError
             The device does not support multicast objects.
         InvalidDeviceError
@@ -388,23 +380,15 @@ class MulticastObject(GenericAllocation):
 
         Raises
         ------
-        IncompleteTeamError
-            Not all devices were added. The driver would block.
-        TypeError
-            ``memory`` cannot be bound, or an argument has a wrong type.
-        ValueError
+        TypeError, ValueError
             An offset, size or address is unaligned or out of range, or these bytes of the object are bound already. Or
             the memory belongs to another driver or a graph, has several chunks, or cannot be shared although the object
             can. Or ``device`` is missing for host memory, or is not the device of device memory. Or this process has
             added all devices, and the memory is on another device.
-        ClosedError
-            The object was closed, or the memory was closed or freed.
-        OutOfMemoryError
-            The NVSwitches have no resources left.
-        SystemNotReadyError
-            The fabric manager is not running.
-        CudaError
-            The driver refused for another reason.
+        ClosedError, IncompleteTeamError
+            The object or the memory was closed, or not all devices were added: the driver would block.
+        OutOfMemoryError, SystemNotReadyError
+            The NVSwitches have no resources left, or the fabric manager is not running.
         """
         raw = self._checked_raw()
         source = BindSource.of(memory, memory_offset, nbytes, self._session)
@@ -446,21 +430,15 @@ class MulticastObject(GenericAllocation):
 
         Raises
         ------
-        ClosedError
-            The object was closed.
-        IncompleteTeamError
-            Not all devices were added. The driver would block.
-        TypeError
-            ``access`` names something that is no device or location.
-        ValueError
-            ``access`` names a device of another driver. Or this process has added all devices, and ``access`` names
-            another one.
+        ClosedError, IncompleteTeamError
+            The object was closed, or not all devices were added: the driver would block.
+        TypeError, ValueError
+            ``access`` names something that is no device of this driver. Or this process has added all devices, and
+            ``access`` names another one.
         NotSupportedError
             ``access`` names the host, which cannot use the object.
         AddressSpaceError
             The process has no free address range of this size.
-        CudaError
-            The driver refused a call.
         """
         self._check_mappable()
         rights = rights_of(access, self._session)
@@ -480,10 +458,9 @@ class MulticastObject(GenericAllocation):
 
         Raises
         ------
-        TypeError
-            ``after`` contains something that is no event or stream.
-        ValueError
-            The object is mapped, and ``unmap`` is False. Or an event or stream of ``after`` belongs to another driver.
+        TypeError, ValueError
+            ``after`` names something that is no event or stream of this driver. Or the object is mapped, and ``unmap``
+            is False.
         CaptureError
             A stream of ``after`` is being captured. Nothing was released.
         CudaError
