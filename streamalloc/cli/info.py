@@ -227,8 +227,8 @@ def _try_virtual_memory(device: sa.Device) -> list[Row]:
     """Try each kind of physical memory, and DMA-BUF. Returns a list with a row for each; an empty list without virtual
     memory management.
 
-    ``granularity`` and ``recommended`` are the smallest and the recommended granularity in bytes; None if there is
-    none, or the driver refuses to tell it.
+    ``granularity`` and ``recommended`` are the smallest and the recommended granularity in bytes; None if the driver
+    reports none.
     """
     if not device.supports.virtual_memory_management:
         return []

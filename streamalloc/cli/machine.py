@@ -132,8 +132,8 @@ def need_virtual_memory(device: sa.Device) -> None:
 
 
 def need_gates(device: sa.Device) -> None:
-    """Raise :class:`Unavailable` if the device's streams cannot be held back (they cannot wait for a value,
-    ``cuStreamWaitValue32``).
+    """Raise :class:`Unavailable` if the device's streams cannot be blocked: they cannot wait for a value
+    (``cuStreamWaitValue32``).
     """
     why = "this device's streams cannot wait for memory values, so no step can keep work pending"
     need(device.supports.stream_memory_operations, why)
@@ -141,7 +141,7 @@ def need_gates(device: sa.Device) -> None:
 
 def need_shared_pools(device: sa.Device) -> None:
     """Raise :class:`Unavailable` if the device has no pools that another process on this machine can open, or if its
-    streams cannot be held back (:func:`need_gates`).
+    streams cannot be blocked (:func:`need_gates`).
     """
     need_gates(device)
     kinds = device.supports.pool_handle_types or sa.MemHandleType.NONE

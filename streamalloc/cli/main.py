@@ -134,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         if options.command in ("run", "check", "memory", "record"):
-            # Ctrl+C is meant for the program that the command runs, so the exit of that program is the exit of the
-            # command.
+            # Ctrl+C is meant for the program that the command runs. So the interrupt ends this process as it would end
+            # the program.
             raise
         return _INTERRUPTED
 

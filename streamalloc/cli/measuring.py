@@ -143,8 +143,8 @@ class Bench:
         # Raw driver calls need a current context. The library's calls do not need it.
         shared.enter_context(self.device.current())
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
-        # ``stream.handle`` is not used: after that, each allocation on the stream would ask the driver whether the
-        # stream is captured.
+        # ``stream.handle`` is not read: after a read, each allocation on the stream would query whether the stream is
+        # being captured.
         self.raw_stream: Any = self.stream.checked_raw()
         self.pool: sa.MemoryPool = self.new_pool()[0]
 
@@ -240,8 +240,8 @@ class PyTorch:
 
 
 def value_of(answer: Any) -> Any:
-    """Return the first value in the answer of a raw driver call, or None if it has none. Raises ``RuntimeError`` if the
-    call failed.
+    """Return the first value after the ``CUresult`` in the result of a raw driver call; None if there is no value.
+    Raises ``RuntimeError`` if the call failed.
     """
     error, *values = answer
     if error:

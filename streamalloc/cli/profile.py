@@ -54,7 +54,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
     """Return the profile of a driver's machine as plain data. ``streamalloc.simulator.profiles`` describes the fields.
-    A field that the driver refuses to tell is left out.
+    A field is left out if the driver refuses the query.
 
     This function makes the primary context of each device. It makes and releases pools on the device and on NUMA nodes,
     two allocations, and, if the device supports it, physical memory with a fabric handle. Memory that other processes

@@ -83,8 +83,8 @@ class Tour(contextlib.ExitStack):
 
     @property
     def gate(self) -> Gate:
-        """A new gate, which holds streams back until it is opened. Raises :class:`Unavailable` if the device's streams
-        cannot be held back.
+        """A gate, which blocks streams until the gate is opened, and is closed at the end of the part. Each access
+        makes a new one. Raises :class:`Unavailable` if the device's streams cannot be blocked.
         """
         machine.need_gates(self.device)
         return self._part.enter_context(Gate(self.device))

@@ -19,7 +19,7 @@ __all__ = ["Lock", "RLock", "ThreadLocal"]
 class ThreadLocal(threading.local):
     """Thread-local values, which are made on first use.
 
-    A subclass gives a function for each value: ``class Mine(ThreadLocal, a=dict)``.
+    A subclass names a function that makes each value: ``class Mine(ThreadLocal, a=dict)``.
 
     A value is made when the thread first reads it, not by ``__init__``: a finaliser that runs during ``__init__`` would
     find the object without its values.

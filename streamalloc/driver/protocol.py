@@ -197,7 +197,8 @@ FUNCTIONS = frozenset(name for name in vars(Driver) if name.startswith("cu"))
 
 
 class MemoryListener(Protocol):
-    """Receiver of notifications about memory that no driver call tells, such as uses by kernels of other libraries.
+    """Receiver of notifications about events that driver calls do not show, such as uses of memory by kernels of other
+    libraries.
 
     The receiver is the attribute ``listener`` of a driver of :func:`streamalloc.driver.checked`; other drivers have no
     such attribute. The package makes the same driver calls with and without a listener. Streams are driver handles

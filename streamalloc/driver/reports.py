@@ -291,6 +291,8 @@ class Hazards(list[Hazard]):
 
 
 def described(hazards: Iterable[Hazard]) -> list[dict[str, Any]]:
-    """Return a dictionary for each hazard, which JSON can hold. The stacks are lists of traceback lines."""
+    """Return a dictionary for each hazard, with values that JSON can represent. The stacks are lists of traceback
+    lines.
+    """
     names = ("kind", "what", "remedy", "address", "nbytes", "portable", "count", "stacks")
     return [{name: getattr(one, name) for name in names} for one in hazards]

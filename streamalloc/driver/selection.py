@@ -141,9 +141,10 @@ def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitia
     two uses, unmaps and releases while in use, access without a grant, kernels that go beyond their allocation, exports
     of incomplete memory, double frees and leaks. Uses of destroyed streams, events and graphs are found, too, and
     copies to arrays of another element type. A host write to memory that a queued copy still reads is found in pinned
-    and registered memory, and in memory that the host got by ``as_array()``, reports by ``used``, or copies to. This
-    holds only if no other library has the copy's stream. On a real driver the stream must also not be a default stream,
-    and this check ends once another library's stream is used, because that library may wait for the whole device.
+    and registered memory, and in memory that the host got by ``as_array()``, reports by ``used``, or copies to. This is
+    checked only if no other library has the handle of the copy's stream. On a real driver the stream must also not be a
+    default stream, and this check ends once another library's stream is used, because that library may wait for the
+    whole device.
 
     **Assumed**, if the checker cannot see an order:
 
@@ -245,7 +246,7 @@ _SETTINGS = {
 }
 """Functions that parse an argument of :func:`simulated` from text, by the argument's name."""
 # Default drivers by the text that chose them. All objects with the default driver share one driver per text, until the
-# process ends. A checker of it also lasts until then.
+# process ends. A checker around such a driver also exists until then.
 _by_default: dict[str, Driver] = {}
 
 

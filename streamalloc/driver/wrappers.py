@@ -1,7 +1,7 @@
 """Wrappers of a driver that record its calls or make calls fail. Wrappers can be nested.
 
-A wrapper looks up each function once in the wrapped driver. Other names, such as those of enum and struct classes, give
-the object of the wrapped driver itself.
+A wrapper looks up each function once in the wrapped driver. For other names, such as those of enum and struct classes,
+a wrapper returns the object of the wrapped driver.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
     """
     spec = getattr(module, "__spec__", None)
     name = None if spec is None else LIBRARIES.get(spec.name.partition(".")[0])
-    # A simulated driver has the attribute `settings`, and so has a checker around it; the CUDA driver has not. Numba
+    # A simulated driver has the attribute `settings`, and so have wrappers of it; `cuda.bindings.driver` has not. Numba
     # calls the functions of the bindings. In a block of ``testing.install`` these functions have ``__wrapped__``, and
     # Numba then uses the simulated driver, too.
     settings = getattr(session.driver, "settings", "cuda")
@@ -118,8 +118,8 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
         )
 
 
-# Bridges that are started, in that order. The table keeps a bridge alive if the program drops it, because the library
-# still allocates from it.
+# Started bridges, in the order of their starts. The table keeps a bridge alive if the program drops it, because the
+# library still allocates from it.
 _started: dict[Bridge, None] = {}
 
 
@@ -261,7 +261,7 @@ class Sources:
         if in_capture or stream.is_default or not is_captured(stream):
             return allocate(nbytes, stream)
         # The memory must be usable at once, also by captured work, so the host waits. The wait is short: the package's
-        # own stream has no other work, so it lasts only until the memory that the pool reuses is free.
+        # own stream has no other work, so the host waits only until the memory that the pool reuses is free.
         aside = _aside_of(stream.device)
         memory = allocate(nbytes, aside)
         aside.synchronize()
@@ -419,7 +419,7 @@ class FreeAfterAll(Deferred):
             Fence(self.session, without=(aside, default)).precede(aside)
             if default is not None:
                 # The legacy default stream comes after all blocking streams, including streams that the package has no
-                # object for, such as Numba's. So the wait for it covers those, too.
+                # object for, such as Numba's. So a wait for the default stream covers these streams, too.
                 ordered_after(default, aside.wait)
             undo_all(functools.partial(_free_on, buffer, aside) for buffer in buffers)
         dropped.refused = before

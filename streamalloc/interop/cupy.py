@@ -161,6 +161,7 @@ def array(
 def memory(array: Any, stream: StreamLike) -> Borrowed:
     """Return an array of CuPy as memory that ``stream`` uses, without a copy.
 
-    The lender is CuPy's current stream. Raises the errors of :func:`borrow`.
+    The lender is CuPy's current stream. Raises the errors of :func:`borrow`, and ModuleNotFoundError if CuPy is not
+    installed.
     """
     return borrow(array, stream, lender=library("cupy").cuda.get_current_stream())

@@ -102,7 +102,7 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: str | None = None,
     ) -> Iterator[None]:
-        """Give a tag to the tensors that this thread makes on the current device within the ``with`` block. Regions may
+        """Tag the memory of the tensors that this thread makes on the current device in the ``with`` block. Regions may
         nest.
 
         Parameters
@@ -177,7 +177,7 @@ class TorchMemorySaver:
         bridge = ours or self._bridge(kind, object() if pool is None else pool)
         options = {} if stream is None else {"stream": stream}
         cuda = library("torch").cuda
-        # PyTorch takes the pool that became active first, if several are active. That would be the pool of a region
+        # If several pools are active, PyTorch allocates from the outermost one. That would be the pool of a region
         # instead of the graph's pool.
         with unrouted(), cuda.graph(cuda_graph, bridge.pool.id, capture_error_mode=capture_error_mode, **options):
             yield
@@ -411,8 +411,8 @@ class TorchMemorySaver:
             buffer.evict(self._place({}, buffer, tag))
 
     def _made(self, buffers: Mapping[VirtualBuffer, str]) -> dict[VirtualBuffer, HostMemory]:
-        """Allocate host memory for those buffers whose tags ask for it and that have none yet. All buffers are of one
-        device.
+        """Allocate host memory for those buffers whose tags require host memory and that have none yet. All buffers are
+        of one device.
 
         Returns the new host memory by buffer.
         """

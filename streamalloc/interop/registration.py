@@ -1,4 +1,4 @@
-"""Check of which communication libraries can register a piece of memory, as far as attributes from the driver tell."""
+"""Check which communication libraries can register a piece of memory, by attributes that the driver reports."""
 
 from __future__ import annotations
 
@@ -48,19 +48,20 @@ class Registration:
     """
 
     ipc: Answer
-    """Answer for other processes: :func:`streamalloc.ipc.share`."""
+    """Whether other processes can open the memory (:func:`streamalloc.ipc.share`)."""
     dma_buf: Answer
-    """Answer for other device drivers on this machine: :func:`streamalloc.vmm.dma_buf`."""
+    """Whether other device drivers on this machine can use the memory as a DMA-BUF (:func:`streamalloc.vmm.dma_buf`).
+    """
     gpu_direct_storage: Answer
-    """Answer for cuFile without a bounce buffer: ``cuFileBufRegister``."""
+    """Whether cuFile can use the memory without a bounce buffer (``cuFileBufRegister``)."""
     nccl: Answer
-    """Answer for NCCL: ``ncclCommRegister`` and ``ncclCommWindowRegister``."""
+    """Whether NCCL can register the memory (``ncclCommRegister``, ``ncclCommWindowRegister``)."""
     ucx: Answer
-    """Answer for UCX (and nixl, which uses UCX) to another process on this machine: ``cuda_ipc``."""
+    """Whether UCX (and nixl, which uses UCX) can send the memory to another process on this machine (``cuda_ipc``)."""
     ucx_network: Answer
-    """Answer for UCX (and nixl, which uses UCX) over a network card."""
+    """Whether UCX (and nixl, which uses UCX) can send the memory over a network card."""
     nvshmem: Answer
-    """Answer for NVSHMEM: ``nvshmemx_buffer_register_symmetric``."""
+    """Whether NVSHMEM can register the memory (``nvshmemx_buffer_register_symmetric``)."""
     mappings: int
     """Number of mappings (``cuMemMap``) that the memory spans; 1 for memory that was not mapped."""
     handle_types: MemHandleType

@@ -115,7 +115,9 @@ class TorchBridge(Bridge):
 
     @property
     def segments(self) -> int:
-        """Number of segments that PyTorch has allocated from the bridge and has not freed."""
+        """Number of segments that PyTorch has allocated from the bridge and has not freed; 0 if RMM allocates
+        (``rmm=True``). The segments that PyTorch has freed are first returned to their sources.
+        """
         _return_segments()
         return 0 if self._functions is None else len(self._functions.ledger)
 
@@ -137,8 +139,8 @@ class TorchBridge(Bridge):
         for ordinal in ordinals:
             with torch.cuda.device(ordinal):
                 # PyTorch aborts the process if a pool is destroyed while it is in use, as the pool of a dropped bridge
-                # would be. So the pool is kept until `close()` or `renew()` has given it up and `collect()` releases
-                # it.
+                # would be. So the pool is kept until `close()` or `renew()` has put it into `_ended`, and `collect()`
+                # releases it.
                 self.pools[ordinal] = _immortal(torch.cuda.MemPool(self._allocator))
 
     def _install(self, undo: contextlib.ExitStack) -> None:
@@ -151,7 +153,7 @@ class TorchBridge(Bridge):
         """
         routes: list[_Route] = vars(_routes).setdefault("all", [])
         route = _Route(self._prepare(), self.pools)
-        # PyTorch takes the pool that became active first, if several are active. So the outer pool is left during this
+        # If several pools are active, PyTorch allocates from the outermost one. So the outer pool is left during this
         # block; otherwise the tensors would be made in the outer pool.
         if routes:
             routes[-1].leave()
@@ -422,8 +424,8 @@ class Callbacks:
             return 0
         address = 0
         try:
-            # PyTorch allocates segments during captures, too. Such a segment must not belong to the graph, because it
-            # outlives the graph.
+            # PyTorch allocates segments during captures, too. Such a segment must not belong to the graph, because
+            # PyTorch may keep the segment longer than the graph.
             with self.ledger.sources.session.relaxed():
                 try:
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
@@ -515,7 +517,8 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
 def memory(tensor: Any, stream: StreamLike) -> Borrowed:
     """Return a tensor as memory that ``stream`` uses, without a copy.
 
-    The lender is PyTorch's current stream on the tensor's device. Raises the errors of :func:`borrow`.
+    The lender is PyTorch's current stream on the tensor's device. Raises the errors of :func:`borrow`, and
+    ModuleNotFoundError if PyTorch is not installed.
     """
     lender = library("torch").cuda.current_stream(tensor.device)
     return borrow(tensor.detach(), stream, lender=lender)
@@ -535,7 +538,8 @@ def state_dict(weights: Weights) -> dict[str, Any]:
 
     The tensors are read-only: a write faults on the device, and the context is lost. The tensors keep the weights open.
     Do not use the tensors while the weights are detached. ``model.load_state_dict(..., assign=True)`` makes them the
-    model's parameters. Raises ClosedError if the weights were closed.
+    model's parameters. Raises ClosedError if the weights were closed, and ModuleNotFoundError if PyTorch is not
+    installed.
     """
     torch = library("torch")
     whole = tensor(_Unmarked(weights.memory, 0, weights.nbytes))
@@ -552,7 +556,7 @@ def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
     :func:`state_dict` returns them again; :doc:`/docs/guides/store` has an example.
 
     Tensors that share a storage also share memory in the store, so tied weights are copied once. Strides are kept.
-    Raises the errors of :meth:`WeightsWriter.allocate`.
+    Raises the errors of :meth:`WeightsWriter.allocate`, and ModuleNotFoundError if PyTorch is not installed.
     """
     torch = library("torch")
     groups: dict[Any, list[str]] = {}

@@ -33,8 +33,8 @@ _CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "slee
 
 
 class AllocationData:
-    """Description of one segment of PyTorch's memory. :attr:`is_asleep` and :attr:`cpu_backup_tensor` tell the present
-    state; the other attributes stay as they are.
+    """Description of one segment of PyTorch's memory. :attr:`is_asleep` and :attr:`cpu_backup_tensor` show the present
+    state; the other attributes do not change.
 
     :attr:`CuMemAllocator.pointer_to_data` returns a dictionary of these objects.
     """
@@ -127,7 +127,7 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
-        """Give a tag to the memory of the tensors that this thread makes in the ``with`` block. Blocks may nest.
+        """Tag the memory of the tensors that this thread makes in the ``with`` block. Blocks may nest.
 
         Memory of this tag that no tensor uses is released at the beginning and at the end of the block, except during a
         capture and while another thread allocates from a bridge. PyTorch's option ``expandable_segments`` is off in the
@@ -154,7 +154,7 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def reuse_memory_pool(self, tag: str) -> Iterator[None]:
-        """Give a tag that was used before, as :meth:`use_memory_pool` does, but release no memory.
+        """Tag memory as :meth:`use_memory_pool` does, with a tag that was used before, but release no memory.
 
         Raises
         ------
@@ -188,7 +188,7 @@ class CuMemAllocator:
 
     def release_cudagraph_pool(self) -> None:
         """Release the memory of captured graphs. No effect if no graph pool was used. Destroy the graphs before:
-        otherwise their memory stays until they are gone and, for example, :attr:`pointer_to_data` is read.
+        otherwise their memory stays until the graphs are destroyed and, for example, :attr:`pointer_to_data` is read.
 
         Do not call this during a capture: PyTorch aborts the process (:meth:`TorchBridge.close`).
         """

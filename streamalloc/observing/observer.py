@@ -217,7 +217,8 @@ class Account:
         return refused(OutOfMemoryError, call, why, **figures, holders=tuple(largest(self.live.values())))
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None) -> list[str]:
-        """Return a text for each line of the program that holds memory in a location, most bytes first.
+        """Return texts about the live memory of a location: one for each of the five lines of the program with most
+        bytes, and one for all other lines together.
 
         Only memory of ``allocators`` counts; None: memory of all allocators, and mappings.
         """
@@ -616,7 +617,7 @@ def observe(
     """Return an observer of memory for a ``with`` block: who allocates, how much, and what is still allocated.
 
     The observer records every allocation and free, including frees by finalisers and deferred frees. While it records,
-    an :class:`OutOfMemoryError` names the lines that hold the memory (``holders``). Several observers may observe the
+    an :class:`OutOfMemoryError` names the lines whose memory is live (``holders``). Several observers may observe the
     same memory, and may start and stop in any order.
 
     Not recorded are:

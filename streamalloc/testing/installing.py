@@ -48,8 +48,8 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     the same devices. A child of ``os.fork`` can use the machine if the parent has not initialised it, as on hardware.
 
     Code that calls CUDA's C libraries directly (CuPy, PyTorch, cuda.core, ctypes) does not use the machine. An import
-    of CuPy, cuda.core, JAX, PyCUDA, PyTorch, RMM, TensorFlow or Triton in the block gives a
-    :class:`RuntimeWarning`, as does a load of ``libcuda.so`` by :mod:`ctypes`.
+    of CuPy, cuda.core, JAX, PyCUDA, PyTorch, RMM, TensorFlow or Triton in the block issues a :class:`RuntimeWarning`.
+    So does a load of ``libcuda.so`` or ``libcudart.so`` by :mod:`ctypes`.
 
     ``CUDA_VISIBLE_DEVICES`` hides devices of the machine if the program sets it before it initialises the driver: in
     the process itself or, from the block, for child processes. A value that the first process had from its start is
@@ -133,7 +133,7 @@ def _stand_in(module: str, name: str, function: Callable[..., Any]) -> Callable[
     def _call(*args: Any, **named: Any) -> Any:
         found = getattr(_targets.get(module), name, function)
         # For runtime functions that need no driver, the machine returns the bindings' function of the same name, which
-        # is this stand-in now. It would call itself for ever, so the original is called.
+        # is this stand-in now. The stand-in would call itself for ever, so the original is called.
         return (function if found is _call else found)(*args, **named)
 
     return _call  # Reports leave out frames of functions whose names begin with an underscore.
@@ -170,7 +170,9 @@ _reported: set[str] = set()
 
 @contextlib.contextmanager
 def watch_imports() -> Iterator[None]:
-    """Within the ``with`` block, give a ``RuntimeWarning`` at the import of a library that calls CUDA's C libraries."""
+    """Within the ``with`` block, issue one ``RuntimeWarning`` for each library that calls CUDA's C libraries, when the
+    library is imported. Issue one for :mod:`ctypes` when it loads a C library of CUDA.
+    """
     global _watching, _added
     if not _added:
         _added = True

@@ -357,8 +357,8 @@ class Watch(Leaves):
 
 
 def _live() -> Iterator[Any]:
-    # Here and below, the class is tested by issubclass() of the type. isinstance() would ask a weak proxy for the class
-    # of an object, which raises an error if that object is gone.
+    # Here and below, the class is tested by issubclass() of the type. isinstance() would read the class through a weak
+    # proxy, which raises an error if the proxy's object no longer exists.
     return (one for one in gc.get_objects() if issubclass(type(one), (Closes, Shared)))
 
 

@@ -29,7 +29,7 @@ _SIZE = 64
 class Gate(Closes):
     """Gate that blocks streams until the host opens it, so that a test has work that is surely pending.
 
-    A blocked stream waits for a value in pinned host memory (``cuStreamWaitValue32``). Other streams go on, and the
+    A blocked stream waits for a value in pinned host memory (``cuStreamWaitValue32``). Other streams continue, and the
     wait uses no multiprocessor of the device. An opened gate can block streams again. The end of its ``with`` block
     opens the gate, synchronises the device, and frees the memory. On hardware, load kernels before you block a stream,
     because loading a module may wait for the stream.
@@ -61,7 +61,7 @@ class Gate(Closes):
         """Block ``stream``: its later work waits until the gate is opened.
 
         Raises :class:`ClosedError` if the gate or ``stream`` was closed, TypeError or ValueError if ``stream`` is not a
-        stream of the gate's driver, and :class:`NotSupportedError` if the device's streams cannot wait for values.
+        stream of the gate's driver, and :class:`CudaError` if the driver refuses the wait.
         """
         if self._flag is None:
             raise ClosedError("the gate was closed")
@@ -95,8 +95,8 @@ class Gate(Closes):
 class Faults(Faulty):
     """Driver that refuses the calls named by :meth:`fail`, and passes all other calls to ``driver``.
 
-    A fault affects objects that were made before, too. The attribute ``seen`` lists the names of the
-    calls since the last :meth:`fail`, and ``failed`` lists those of the refused calls.
+    A fault affects objects that were made before, too. The attribute ``seen`` lists the names of the calls since the
+    last :meth:`fail`, and ``failed`` lists the names of the refused calls.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ def notebook(devices: int = 1) -> Checked:
     Parameters
     ----------
     devices
-        Number of GPUs of a simulated machine, if ``STREAMALLOC_DRIVER`` does not give this number.
+        Number of GPUs of a simulated machine, if ``STREAMALLOC_DRIVER`` does not have this number.
 
     Raises
     ------
