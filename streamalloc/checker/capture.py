@@ -1,6 +1,7 @@
 """Graphs, captured or built node by node, and the events that a capture can record.
 
-A graph is checked once by itself, when it is made, and again at each launch.
+The operations of a graph are checked against each other during its capture; those of a built graph when it is
+instantiated or added to another graph. Each launch is checked against the work outside of the graph.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Unseen(NamedTuple):
 
 @dataclass(eq=False)
 class TrackedNode:
-    """An operation of a graph, which every launch of the graph runs."""
+    """Operation that uses memory or orders streams. If it is the node of a graph, every launch runs it while it is
+    enabled.
+    """
 
     kind: str
     """``"use"``, ``"allocate"``, ``"free"`` or ``"step"``. A ``"step"`` orders streams: a wait, the record of an event,
@@ -143,7 +146,8 @@ class TrackedGraph:
         self.play(_Inside(on_hazard))
 
     def play(self, inside: _Inside) -> dict[int, TrackedStream]:
-        """Run the nodes that calls have added, each in a separate stream of ``inside``.
+        """Check the nodes that calls have added, in the order of their edges. The nodes of each handle run in a
+        separate stream of ``inside``.
 
         Returns these streams by the handles of the nodes.
         """
@@ -200,7 +204,9 @@ class TrackedCapture:
         self._inside.waited(self._streams[stream], event.wait(place))
 
     def join(self, stream: TrackedStream, clock: Clock | None = None) -> None:
-        """Add a stream to the capture, ordered after the operations in ``clock``; None: after none."""
+        """Add a stream to the capture, unless it is there, and order it after the operations in ``clock``; None: after
+        none.
+        """
         inside = self._streams.get(stream)
         if inside is None:
             inside = self._streams[stream] = self._inside.timeline.stream(stream.name)
@@ -208,8 +214,9 @@ class TrackedCapture:
             inside.clock.learn(clock)
 
     def reorder(self, stream: TrackedStream, after: list[int], anew: bool) -> None:
-        """Order a stream after the nodes with the handles ``after``. A handle of an unknown node stands for all
-        operations captured so far. ``anew``: whether the stream's earlier order is dropped.
+        """Order a stream after the nodes with the handles ``after`` (``cuStreamUpdateCaptureDependencies``). A handle
+        of an unknown node stands for all operations captured so far. ``anew``: whether the stream's earlier order is
+        dropped.
         """
         if anew:
             # A new stream of the timeline has no earlier order. So with ``anew`` it replaces the old stream.
@@ -300,6 +307,8 @@ class TrackedEvent:
         self.recordings.append(RecordedEvent(stream, mark, place))
 
     def wait(self, place: Stack) -> Wait:
-        """Store that something waits for the event at ``place``. Returns a description of this wait for reports."""
+        """Record that a stream or thread waits for the event. ``place``: place of the wait in the program. Returns a
+        description of this wait for reports.
+        """
         self.awaited = True
         return Wait(place_of(self.made), tuple(self.recordings), place)

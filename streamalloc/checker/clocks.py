@@ -22,8 +22,8 @@ from typing import Any, ClassVar, TypeAlias
 from streamalloc.checker.report import Notes
 
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
-"""Order of two operations: none as far as is known; by a choice that the driver made in this run; in every
-run.
+"""Order of two operations. UNORDERED: none as far as is known. BY_CHOICE: only by a choice that the driver made in this
+run. CERTAIN: in every run.
 """
 
 _CHOICES = 256
@@ -47,7 +47,7 @@ class Clock:
         self.known: dict[int, int] = {} if known is None else known
 
     def copy(self) -> Clock:
-        """Return a copy of the clock."""
+        """Return a new clock with the same times."""
         return Clock(self.known.copy())
 
     def learn(self, other: Clock) -> None:
@@ -70,7 +70,9 @@ class Clock:
 
 @dataclass(eq=False, slots=True)
 class Actor:
-    """Common base class of host threads and streams. All operations of one actor have an order."""
+    """Host thread, stream (:class:`TrackedStream`), or stand-in for work of another process. The operations of one
+    actor have an order.
+    """
 
     number: int
     name: str
@@ -88,13 +90,12 @@ class Actor:
 
 @dataclass(eq=False, slots=True)
 class Obstacle:
-    """Something that streams wait for, and that has not happened yet as far as the checker was told.
-
-    An obstacle is the end of queued work, a value in memory, or the return of a host function.
+    """Condition that streams wait for: the end of queued work, a value in memory, or the return of a host function. The
+    obstacle *ends* when the checker is told, or concludes, that the condition is met.
     """
 
     source: TrackedStream | None = None
-    """Stream whose work ends the obstacle; None if the host ends the obstacle, or if it is unknown what does."""
+    """Stream whose work ends the obstacle; None if the host ends the obstacle, or if the cause is unknown."""
     clock: Clock | None = None
     """Clock of all operations that precede the end of the obstacle; None before the end."""
     waiters: list[TrackedStream] = field(default_factory=list)
@@ -125,8 +126,8 @@ class TrackedStream(Actor):
     """
     obstacle: Obstacle | None = None
     queue: deque[tuple[Clock | None, Action]] = field(default_factory=deque)
-    """Operations queued behind the obstacle, as tuples of the host clock at the call and the action. The clock is None
-    for a further wait, and for the end of another obstacle.
+    """Entries queued behind the obstacle, as tuples of clock and action. For an operation: the host clock at its call.
+    None for a further wait, and for a mark by which another stream waits for the work before the mark.
     """
     waits: deque[Any] = field(default_factory=lambda: deque(maxlen=MOST_WAITS))
     """The latest waits of the stream for events, see :class:`streamalloc.checker.judge.Wait`."""
@@ -186,8 +187,10 @@ class Timeline:
     def stream(
         self, name: str, context: object = None, legacy: TrackedStream | None = None, handle: int = 0
     ) -> TrackedStream:
-        """Add a stream, and return it. ``legacy``: the legacy stream of its context, if the two streams synchronise.
-        ``context``, ``handle``: handles of its context and of itself, as far as they are known."""
+        """Add a stream with this name in reports, and return it. ``context``, ``handle``: handle of its context, and
+        handle of the stream; None and 0 if unknown. ``legacy``: the legacy stream of the context; None if the new
+        stream does not synchronise with the legacy stream.
+        """
         made = TrackedStream(self._number(), name, context, handle, legacy)
         self._streams[made] = None
         if legacy is not None:
@@ -234,8 +237,9 @@ class Timeline:
         return self.may_be_known(number, time) or any(one.clock.after(number, time) for one in self.foreign)
 
     def order(self, clock: Clock, number: int, time: int) -> int:
-        """Return how the operation at ``time`` of the actor ``number`` is ordered before the owner of ``clock``:
-        UNORDERED, BY_CHOICE or CERTAIN.
+        """Return the order of two operations: UNORDERED, BY_CHOICE or CERTAIN. The earlier one is that of the actor
+        ``number`` at ``time``; the later one has the clock ``clock``. After many searches through the driver's choices,
+        UNORDERED is returned in place of BY_CHOICE, with a note.
         """
         if self.certain(clock, number, time):
             return CERTAIN
@@ -285,9 +289,10 @@ class Timeline:
 
     def submit(self, stream: TrackedStream, action: Action) -> None:
         """Queue an operation of a stream: ``action(stream)`` is called once the stream's clock contains all operations
-        that precede it.
+        that precede the operation.
 
-        The call is made now, unless the stream waits for an obstacle. Then it is made when the obstacle ends.
+        The call is made now, unless the stream, or a stream with which it synchronises, waits for an obstacle. Then the
+        call is made when the obstacle ends.
         """
         legacy = stream.legacy
         if self.waiting:
@@ -362,7 +367,7 @@ class Timeline:
     # -- obstacles -------------------------------------------------------------------------------------------
 
     def end(self, obstacle: Obstacle, clock: Clock) -> None:
-        """Record that an obstacle has happened, after the operations in ``clock``.
+        """Record that an obstacle has ended, after the operations in ``clock``.
 
         The streams that wait for the obstacle continue. A second call for the same obstacle has no effect.
         """
@@ -393,13 +398,15 @@ class Timeline:
             self._draining = False
 
     def force(self, stream: TrackedStream) -> None:
-        """Record that the host has found a stream idle, so that all its waits have ended."""
+        """Record that the host has found ``stream`` idle: all obstacles for which the stream waits end, and its queued
+        operations run.
+        """
         while stream.obstacle is not None:
             self.force_mark(stream.obstacle)
 
     def force_mark(self, obstacle: Obstacle) -> None:
-        """Record that the host has found that an obstacle has happened, and so everything that had to happen
-        before it. If it is unknown what has ended the obstacle, all work queued before counts as done, with a note.
+        """Record that the host has found that an obstacle has ended. If a stream ends it, the obstacles for which this
+        stream waits end first. If the cause is unknown, all work queued before counts as done, with a note.
         """
         source = obstacle.source
         while source is not None and obstacle.clock is None and source.obstacle is not None:
@@ -412,7 +419,7 @@ class Timeline:
         self.end(obstacle, self.host if source is not None else self.everything())
 
     def everything(self) -> Clock:
-        """Return the clock of all operations that were queued so far."""
+        """Return the clock of all operations so far, without those that are queued behind obstacles."""
         clock = self.host.copy()
         for stream in self._streams:
             clock.learn(stream.clock)
@@ -427,7 +434,9 @@ class Timeline:
         self.version += 1
 
     def host_observes(self, clock: Clock) -> None:
-        """Record that the host has waited for all operations in ``clock``."""
+        """Record that the host has waited for all operations in ``clock``. If many actors have ended, those whose work
+        the host has waited for are removed.
+        """
         self.host.learn(clock)
         self.version += 1
         if len(self.retired) + len(self.ended_threads) > 32:
@@ -447,7 +456,9 @@ class Timeline:
         self.forget({one.number for one in over})
 
     def forget(self, numbers: set[int]) -> None:
-        """Remove the actors with these numbers from all clocks, except the clocks of event records."""
+        """Remove actors that have ended from the clocks of the host, of streams and of other processes. ``numbers``:
+        the actors that end now. Clocks of single operations, such as event records, keep their times.
+        """
         self._live -= numbers
         # Actors that were removed before are removed again, because clocks of older records may have added them again.
         for clock in (self.host, self.published, self.ready, *(stream.clock for stream in self._streams)):

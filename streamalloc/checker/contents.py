@@ -52,13 +52,15 @@ class ElementTypes:
         self._judge = judge
         self._place = place
         self.unseen: int = 0
-        """Number of kernels without declared uses so far. Each may have written all memory that existed then."""
+        """Number of kernels without declared uses so far. Each may have written any memory that existed at its launch.
+        """
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
-        """Record a copy of ``nbytes`` bytes. From a NumPy array, the target gets the type of the array's elements. To a
-        NumPy array, the recorded types of the source are compared with it (:meth:`read`).
+        """Record a copy of ``nbytes`` bytes. ``what``: name of the copy in reports.
 
-        Between two other sides, the recorded types are copied too. ``what``: name of the copy in reports.
+        If the source is a NumPy array, the target gets the type of its elements. If only the target is a NumPy array,
+        its type is compared with the recorded types of the source (:meth:`read`). Otherwise the target gets the
+        recorded types of the source.
         """
         if isinstance(source, np.ndarray):
             self.wrote(number_of(target), nbytes, source.dtype, self._place())
@@ -71,8 +73,8 @@ class ElementTypes:
                     self.wrote(first, min(one.end, end) - max(one.start, start), one.dtype, one.stack)
 
     def wrote(self, address: int, nbytes: int, dtype: np.dtype[Any], stack: Stack) -> None:
-        """Record a write of elements of type ``dtype``. Nothing is recorded for elements of one byte, or that are
-        neither numbers nor times.
+        """Record a write of ``nbytes`` bytes at ``address``, as elements of type ``dtype``. Elements of one byte, and
+        elements that are neither numbers nor times, are not recorded.
         """
         if _is_type(dtype):
             for _, memory, start, end in self._places(address, nbytes):
@@ -81,7 +83,8 @@ class ElementTypes:
 
     def read(self, address: int, nbytes: int, dtype: np.dtype[Any], what: str) -> None:
         """Report a read of elements as ``dtype`` that were written as another type; the first such part only. Unsigned
-        integers fit any type of the same size, and complex numbers fit pairs of floats.
+        integers fit any type of the same size, signed integers and times of the same size fit each other, and complex
+        numbers fit pairs of floats.
 
         ``what``: name of the reading operation in reports.
         """
@@ -132,7 +135,8 @@ def _is_type(dtype: np.dtype[Any]) -> bool:
 def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
     """Whether elements written as one type may be read as the other type.
 
-    Unsigned integers may stand for any type of the same size, and complex numbers may be read as pairs of floats.
+    Unsigned integers may stand for any type of the same size, signed integers and times of the same size for each
+    other, and complex numbers may be read as pairs of floats.
     """
     kinds = {one.kind, other.kind}
     if one.itemsize == other.itemsize:
@@ -175,8 +179,8 @@ class QueuedSources:
         self._judge = judge
         self._place = place
         self.is_late: bool = False
-        """Whether the host has continued since the current call, which is so if the checker is told of calls late. The
-        host may then have written sources, so :meth:`check` does nothing.
+        """Whether the host has continued since the call that is being recorded, because the checker was told of the
+        call late. The host may then have written sources, so :meth:`check` does nothing.
         """
         self._sources: list[_QueuedSource] = []
         self._flags: deque[tuple[int, int, Obstacle]] = deque(maxlen=_MOST_FLAGS)
@@ -190,11 +194,11 @@ class QueuedSources:
 
     def add(self, stream: TrackedStream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """Watch the host memory that the latest operation of ``stream`` reads, if the host may change this memory
-        without a call that the checker is told of.
+        without a call that the checker is told of. ``pieces``: tuples of a part of memory and whether the operation
+        writes it. ``what``, ``stack``: name and place of the operation.
 
         Only a note is added for operations on streams of other libraries, and for memory that other work may still
-        write. ``pieces``: tuples of a part of memory and
-        whether the operation writes it. ``what``, ``stack``: name and place of the operation.
+        write.
         """
         viewed = self.followed(pieces)
         if all(write for _, write in viewed):
@@ -251,7 +255,8 @@ class QueuedSources:
         """Record that the host may poll the bytes from ``start`` up to ``end``, which the latest operation of
         ``stream`` writes.
 
-        A host that reads the new value knows that the earlier work has ended.
+        A host that reads the new value knows that the earlier work has ended. So the sources of copies before the write
+        are no longer watched.
         """
         self._flags.append((start, end, self._timeline.record(stream)))
         clock = stream.clock
@@ -323,7 +328,7 @@ class QueuedSources:
 
     def check(self) -> None:
         """Report the sources that the host has written since their copies were queued. Called before each wait of the
-        host.
+        host. No effect while :attr:`is_late` is True.
         """
         if self.is_late:
             return
@@ -410,13 +415,16 @@ class WaitValues:
         return (places[0][0], places[0][1]) if places else (None, address), pieces[0][0] if pieces else None
 
     def ignore(self, address: int) -> None:
-        """Record that this package waits for the value at ``address``. It reports which work of other processes such a
-        value announces (:meth:`.Interprocess.opened`), so the end of the wait orders no other announced work.
+        """Record that this package waits for the value at ``address``. The package itself reports which work of other
+        processes the value announces (:meth:`.Interprocess.opened`), so the end of the wait orders no other announced
+        work.
         """
         self._ignored.add(self._key(address)[0])
 
     def write(self, stream: TrackedStream, address: int, value: int) -> None:
-        """Queue a write of ``value`` to ``address`` in a stream (``cuStreamWriteValue32``)."""
+        """Queue a write of ``value`` to ``address`` in a stream (``cuStreamWriteValue32``). The waits for a value there
+        that accept ``value`` end when the stream runs the write.
+        """
         key, range_ = self._key(address)
         shared = range_ is None or range_.bytes.shared
 
@@ -439,7 +447,7 @@ class WaitValues:
     def wait(self, stream: TrackedStream, address: int, value: int, flag: int, bits: int) -> None:
         """Queue a wait of a stream for a value at ``address`` (``cuStreamWaitValue32``).
 
-        ``flag``: ``CUstreamWaitValue_flags``, which give the comparison with ``value``. ``bits``: size of the value, 32
+        ``flag``: number of the comparison with ``value`` (``CUstreamWaitValue_flags``). ``bits``: size of the value, 32
         or 64.
         """
         key, range_ = self._key(address)

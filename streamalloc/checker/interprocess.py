@@ -123,8 +123,8 @@ class Board:
         return self._entries is not None
 
     def add_entry(self, name: bytes = b"") -> int | None:
-        """Add an event or import. Returns the index of its entry; None if the board is full or not writable. ``name``:
-        its export data.
+        """Add an entry for an event or import, and return its index; None if the board is full or not writable.
+        ``name``: export data of the event or import; empty if there is none yet.
         """
         if not self._free or not self._open():
             self._on_full()
@@ -415,8 +415,11 @@ class Interprocess:
         self.board.close()
 
     def freed(self, range_: Range, stream: TrackedStream | None = None) -> None:
-        """Record a free of memory that may be exported or imported. ``stream``: the stream of the free; None for a free
-        by the host.
+        """Record a free of memory that may be exported or imported, and remove the posts of its uses. ``stream``: the
+        stream of the free; None for a free by the host.
+
+        The entry of an import that ``stream`` frees stays until the host or another process may have waited for the
+        free.
         """
         if stream is None:
             self.import_ended(range_)
@@ -456,11 +459,12 @@ class Interprocess:
         return next((one for one in written if not certain(clock, one.actor.number, one.time)), None)
 
     def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
-        """Check an export of memory whose work may not have ended. If a recorded interprocess event comes after the
-        work, importers can wait for it, and it is posted for them if the board has space. If there is none, a hazard is
-        reported.
+        """Check an export of memory whose work may not have ended. If no recorded interprocess event comes after the
+        work, a hazard is reported. Otherwise importers can wait for these events, and the events are posted, if all of
+        them get an entry on the board.
 
-        ``stack``: place of the export in the program. ``name``: export data, by which other processes find the post.
+        ``stack``: place of the export in the program. ``name``: export data, by which other processes find the post;
+        empty: nothing is posted.
         """
         piece = (range_, range_.base, range_.end)
         missing = self._missing(piece, self._timeline.host)
@@ -578,8 +582,8 @@ class Interprocess:
                 self._keep(range_, kept)
 
     def refresh(self, range_: Range, write: bool) -> None:
-        """Read the announcements of other processes about a range into :attr:`.Range.awaited`, before a use of it.
-        ``write``: whether the use writes.
+        """Read the announcements of other processes about a range into :attr:`.Range.awaited`, before this process uses
+        the range. ``write``: whether the use writes; a read need not wait for reads of other processes.
         """
         name = self.names.get(range_)
         if name is None:
@@ -655,9 +659,9 @@ class Interprocess:
                 range_.awaited = (*(one for one in range_.awaited if not one.over()), made)
 
     def share(self, stream: TrackedStream, address: int, nbytes: int, name: bytes, stack: Stack) -> None:
-        """Announce, under ``name``, that memory is complete once the queued work of ``stream`` is done; nothing is
-        announced if it is complete now. Writes that this work does not come after are reported. ``stack``: place in the
-        program.
+        """Announce, under ``name``, that memory is complete once the queued work of ``stream`` is done. Nothing is
+        announced if the memory is complete now. A write that may end after this work is reported. ``stack``: place in
+        the program.
         """
         pieces = self._addresses.pieces(address, nbytes)
         host = self._timeline.host
@@ -792,7 +796,7 @@ class OpenFiles(Generic[T]):
             self._notes.add("imports")
 
     def close(self) -> None:
-        """Remove all files without names, and close the epoll."""
+        """Remove all files without names, and close the epoll. Files with names stay."""
         self._noted.clear()
         if self._epoll is not None:
             self._epoll.close()

@@ -71,7 +71,9 @@ class Judge:
     # -- allocation and free ---------------------------------------------------------------------------------
 
     def allocate(self, made: Range, stream: TrackedStream) -> None:
-        """Record an allocation at the time when its stream runs it."""
+        """Record an allocation at the time when its stream runs it. If its addresses were freed in another stream, and
+        nothing orders the free before the allocation, the reuse is recorded as a choice of the driver.
+        """
         made.born = RecordedOperation(stream, "allocation", made.stack)
         made.pending = False
         for previous in made.previous:
@@ -85,12 +87,12 @@ class Judge:
     def free(
         self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = ""
     ) -> Callable[[], None]:
-        """Record a free of ``range_``. Report operations and imports that may still use the memory, a free without
-        order after the allocation, and a second free, which is not recorded. ``ending``: ``"unmap"`` or ``"release"``
-        if the call is no free; the allocation is then not compared.
+        """Record a free of ``range_``. Report uses and imports of the memory that may not have ended, a missing order
+        after the allocation, and a second free, which is not recorded.
 
-        ``clock``: clock of the operations that precede the free. ``what``, ``stack``: the call and its place. Returns a
-        function that undoes the record, for a free that the driver refuses.
+        ``clock``: clock of the operations that precede the free. ``what``, ``stack``: name and place of the call.
+        ``ending``: ``"unmap"`` or ``"release"`` if the call is no free; the order after the allocation is then not
+        checked. Returns a function that undoes the record, for a free that the driver refuses.
         """
         order, before = self.timeline.order, (range_.ended, range_.freed_after)
 
@@ -139,11 +141,12 @@ class Judge:
     def use(
         self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None, races: bool = True
     ) -> None:
-        """Record a read or a write of ``pieces``, and report missing orders, missing access rights, and uses of freed
-        memory, which are not recorded. ``clock``: clock of the operations that precede the use.
+        """Record a read or a write of ``pieces``. Report missing orders, missing access rights, and uses of freed
+        memory, which are not recorded.
 
-        ``device``: the device whose access rights are checked, which the driver does not do for kernels; None: no
-        check. ``races``: False for the use of a value in memory by which streams order themselves.
+        ``clock``: clock of the operations that precede the use. ``device``: ordinal of the device whose access rights
+        are checked; None: no check. The driver checks the rights itself, except for kernels. ``races=False``: the use
+        is not compared with other uses, because streams order themselves by the value in this memory.
         """
         actor, number, order = access.actor, access.actor.number, self.timeline.order
         for range_, low, high in pieces:

@@ -48,8 +48,8 @@ class RecordedOperation:
 
     @property
     def call(self) -> str:
-        """Name of the call that the program made. For a driver call of this package, it is the public function that
-        made the driver call.
+        """Name of the call that the program made. For a driver call of this package: the name of the public function
+        that made it.
         """
         function = function_of(self.stack) if self.what.startswith("cu") else ""
         return f"{function}()" if function else self.what
@@ -114,8 +114,8 @@ class Bytes:
         certain order.
 
         The result has tuples of an earlier use and its order, a constant of :mod:`.clocks`. Several :class:`Access`
-        objects of one actor and time belong to one operation, and are not ordered. ``forget`` removes reads from a long
-        table that are not needed any more.
+        objects of one actor and time belong to one operation, and are not ordered. ``forget`` is called with a long
+        table of reads, and removes those for which the host has waited.
         """
         segments = self._segments
         if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
@@ -158,7 +158,7 @@ class Bytes:
         return [read for one in self._overlapping(start, end) for read in one.reads.values()]
 
     def is_unused(self, at: int) -> bool:
-        """Whether the byte at offset ``at`` was neither read nor written so far."""
+        """Whether no recorded use has read or written the byte at offset ``at``."""
         before = bisect_right(self._segments, at, key=_start) - 1
         return before < 0 or self._segments[before].end <= at
 
@@ -207,8 +207,8 @@ class BoundBytes:
 
 @dataclass
 class AwaitedPart:
-    """Part of shared memory that another process may still be using. A use in this process must come after one
-    operation of ``after``.
+    """Part of shared memory that another process may still be using. A use in this process that conflicts with this use
+    must come after one operation of ``after``.
     """
 
     low: int
@@ -276,15 +276,15 @@ class Range(Extent):
     waiting_write: bool = False
     """Whether a write to the range was queued on a stream that was waiting for something."""
     released: Stack | None = None
-    """Place where the program released the memory of the range, which stays mapped. None while the program may write
-    the range.
+    """Place in the program where the range was released although its memory stays mapped; None while the program may
+    write the range.
     """
     divided: bool = False
     """Whether an allocator gives out blocks of the range, which are checked in its place."""
 
     def physical(self, low: int, high: int) -> list[tuple[Bytes, int, int]]:
-        """Return the bytes at the addresses from ``low`` up to ``high``, one tuple for each replica: memory, first
-        offset and end.
+        """Return the bytes at the addresses from ``low`` up to ``high``, as tuples of memory, first offset and end.
+        There is one tuple; for a multicast object one for each part that is bound there.
         """
         start, end = low - self.base + self.offset, high - self.base + self.offset
         if self.bindings is None:
@@ -330,8 +330,8 @@ class AddressMap(RangeMap[Range]):
         self._most = _MANY_RANGES
 
     def add(self, made: Range) -> Range:
-        """Add a range in place of the ranges that it overlaps. Of freed ranges, the parts that it does not overlap
-        stay.
+        """Add a range, and return it. The ranges that it overlaps are removed, except for the parts of freed ranges
+        outside of the new range. If there are too many ranges, the freed ones are removed, with a note.
         """
         self._verdicts.clear()
         same = self.at.get(made.base)

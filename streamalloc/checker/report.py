@@ -116,11 +116,11 @@ class Reports:
         """Test in the parent process that gets the hazards; None if they are printed."""
 
     def take(self) -> list[Hazard]:
-        """Move the hazards of the current call to the list of all hazards. Returns the hazards that are to be
-        delivered.
+        """Move the hazards of the current call to the list of all hazards, one for each pair of places. Returns the
+        hazards that are to be delivered.
 
-        A hazard is shown once for each pair of places. But it is raised once for each address, because a free that
-        raises is not made.
+        These are the hazards with a new pair of places. With ``on="raise"`` they are those with a new pair or a new
+        address, because a free that raises is not made.
         """
         fresh = []
         while self.found:
@@ -143,10 +143,11 @@ class Reports:
         return fresh
 
     def deliver(self, fresh: list[Hazard], undo: Callable[[], object] = int) -> None:
-        """Show new hazards, warn of them or raise them, as ``on`` says.
+        """Deliver new hazards. After :meth:`show_at_once` each is shown now; otherwise, with ``on="report"``, by
+        :meth:`show_rest`. With ``on="warn"`` each gives a ``RuntimeWarning``.
 
-        Raises :class:`DriverMisuseError` with the first hazard if ``on`` is "raise". ``undo`` is called before that,
-        because the driver call is then not made.
+        With ``on="raise"``, ``undo`` is called, because the driver call is not made. Then :class:`DriverMisuseError` is
+        raised with the first hazard.
         """
         for hazard in fresh:
             if self._at_once:

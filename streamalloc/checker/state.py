@@ -158,8 +158,9 @@ class State:
         return unseen and self.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is None
 
     def leaks(self) -> list[Hazard]:
-        """Return one hazard for each place in the program where memory was allocated that is not freed. Registered
-        memory is no leak, nor is memory whose free comes later (:attr:`.Range.deferred`).
+        """Return one hazard for each place in the program and kind of memory, if memory that was allocated there is not
+        freed. The size is that of all this memory. Left out are registered memory, memory whose free comes later
+        (:attr:`.Range.deferred`), allocations that their stream has not run, and physical memory with a mapping.
         """
         due = (one for one in self.addresses.living() if not (one.pending or one.deferred))
         resources: list[Range | TrackedMemory] = [one for one in due if one.kind != "registered memory"]

@@ -34,8 +34,8 @@ counts as having waited for all of them, and a missing order after them is not r
 
 @contextlib.contextmanager
 def beside_captures(driver: Any) -> Iterator[None]:
-    """Set the relaxed capture mode of this thread for the ``with`` block, in which its calls do not invalidate
-    captures.
+    """Set the relaxed capture mode of this thread for the ``with`` block (``cuThreadExchangeStreamCaptureMode``). In
+    this mode the thread's calls do not invalidate captures.
     """
     failed, mode = driver.cuThreadExchangeStreamCaptureMode(_RELAXED)
     try:
@@ -83,7 +83,9 @@ class ForeignStreams:
         return not (self.is_there or reachable)
 
     def can_use(self, stream: TrackedStream) -> None:
-        """Record that other libraries can get the handle of a stream, as they can for a default stream."""
+        """Record that other libraries can get the handle of a stream, as they can for a default stream. Once another
+        library has used any stream, they may use this stream from now on.
+        """
         if self.is_there:
             self._timeline.foreign[stream] = None
         else:
@@ -113,8 +115,9 @@ class ForeignStreams:
         self._reachable.pop(stream, None)
 
     def did(self, stream: TrackedStream) -> None:
-        """If other libraries may use a stream, record an event after its latest operation, by which the checker finds
-        out when the operation has ended. If that is not possible, the host counts as having waited for the operation.
+        """If other libraries may use a stream, record an event after its latest operation (``cuEventRecord``), by which
+        the checker finds out when the operation has ended. If that is not possible, the host counts as having waited
+        for the operation. No effect while the stream waits for an obstacle.
         """
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
@@ -130,8 +133,8 @@ class ForeignStreams:
             self.pending.setdefault(stream, deque()).append((time, event))
 
     def look(self) -> None:
-        """Query the events of the operations that may not have ended, and record which of these operations have
-        ended.
+        """Query the events of the operations that may not have ended (``cuEventQuery``). The host counts as having
+        waited for the operations that have ended.
         """
         query = self._driver.cuEventQuery
         with beside_captures(self._driver):
@@ -210,7 +213,7 @@ class Questions:
 
     def values(self, name: str, *args: Any) -> tuple[Any, ...]:
         """Call a driver function. Returns a tuple of its values without the result code; it is empty if the function is
-        missing or fails.
+        missing, is not modelled, or fails.
         """
         function = getattr(self.driver, name, None)
         answer: tuple[Any, ...] = (1,)
@@ -226,11 +229,13 @@ class Questions:
         return int(values[0]) if values else None
 
     def is_host_memory(self, address: int) -> bool:
-        """Whether the driver reports an address as host memory."""
+        """Whether the driver reports an address as host memory (``cuPointerGetAttribute``). False for pageable memory,
+        which the driver does not know.
+        """
         return self.number("cuPointerGetAttribute", MEMORY_TYPE, address) == _HOST
 
     def is_managed(self, address: int) -> bool:
-        """Whether the driver reports an address as managed memory."""
+        """Whether the driver reports an address as managed memory (``cuPointerGetAttribute``)."""
         return bool(self.number("cuPointerGetAttribute", _IS_MANAGED, address))
 
 
@@ -293,8 +298,8 @@ class Streams:
         return here(depth) if self.caller is None else self.caller.place
 
     def context(self) -> int:
-        """Return the handle of the context that is current in the thread which makes the current call; 0 if there is
-        none.
+        """Return the handle of the context that is current in the thread which makes the current call
+        (``cuCtxGetCurrent``); 0 if there is none.
         """
         return (self._ask.number("cuCtxGetCurrent") or 0) if self.caller is None else self.caller.context
 
@@ -321,8 +326,8 @@ class Streams:
         return actor
 
     def find(self, handle: Any) -> TrackedStream:
-        """Return the stream of a handle. A handle that is not recorded is that of a default stream or of another
-        library's stream.
+        """Return the stream of a handle. If no recorded call has made it, a stream is added: a default stream, a stream
+        of another library, or, for an invalid handle, a stream that is ordered after all operations.
         """
         number = number_of(handle)
         found = self.by_handle.get(number)
@@ -381,7 +386,9 @@ class Streams:
         return found
 
     def legacy(self, context: int) -> TrackedStream:
-        """Return the legacy default stream of ``context``, the handle of a context."""
+        """Return the legacy default stream of ``context``, the handle of a context. If none is recorded, it is added,
+        as a stream of the current device.
+        """
         if context not in self._legacy:
             device = self._ask.number("cuCtxGetDevice")
             if context not in self._legacy:  # Another thread may have added the stream during the call.
@@ -392,10 +399,10 @@ class Streams:
         return self._legacy[context]
 
     def add(self, handle: int, blocking: bool, context: int | None = None, at: Stack | None = None) -> TrackedStream:
-        """Add a stream, and return it. ``context``: handle of its context; None for the current context. ``blocking``:
-        whether it synchronises with the legacy default stream.
+        """Add a stream with this handle, and return it. ``blocking``: whether the stream synchronises with the legacy
+        default stream. ``context``: handle of the stream's context; None for the current context.
 
-        ``at``: place in the program where it was created; None for a stream that another library made.
+        ``at``: place in the program where the stream was created; None for a stream that another library made and uses.
         """
         where = self.context() if context is None else context
         legacy = self.legacy(where)
@@ -420,8 +427,8 @@ class Streams:
         return [one for one in found if context is None or one.context == context]
 
     def retire(self, stream: TrackedStream) -> None:
-        """Record that a stream was destroyed, and remove it from captures, devices and the streams of other
-        libraries.
+        """Record that a stream was destroyed, and remove it from captures, devices and the streams whose handles other
+        libraries can get.
         """
         self.captures.pop(stream, None)
         self.foreign.ended(stream)
@@ -429,7 +436,7 @@ class Streams:
         self._timeline.retire(stream)
 
     def end_context(self, context: int) -> list[int]:
-        """Retire the streams of a context that ends. Returns the handles of those streams that a call has created."""
+        """Retire the streams of a context that ends. Returns the handles of these streams, except default streams."""
         ended = [handle for handle, one in self.by_handle.items() if one.context == context]
         for handle in ended:
             self.retire(self.by_handle.pop(handle))
@@ -440,8 +447,8 @@ class Streams:
         return ended
 
     def name_nodes(self, stream: TrackedStream, *nodes: TrackedNode) -> None:
-        """Ask the driver which graph node a call has added to the capture of ``stream``, and set its handle in
-        ``nodes``.
+        """Set in ``nodes`` the handle of the graph node that a call has just added to the capture of ``stream``
+        (``cuStreamGetCaptureInfo``); 0 if it is unknown. No effect if the stream is not being captured.
         """
         capture = self.captures.get(stream)
         if capture is None:

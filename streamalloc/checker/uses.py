@@ -66,8 +66,8 @@ KERNEL = "a kernel"
 _KERNEL = "kernel "
 """Beginning of the report text for a kernel with a name."""
 FLAG = 64
-"""Bytes: a write to host memory of at most this size may be a value that the host polls. By polling, the host finds out
-without a call that the work before the write has ended.
+"""Largest size in bytes of a write to host memory that may be a value which the host polls. By polling, the host finds
+out without a call that the work before the write has ended.
 """
 _SEGMENTS = ("device memory", "mapping")
 """Kinds of ranges that an allocator may divide into blocks."""
@@ -133,8 +133,8 @@ def run_before(steps: Steps) -> Rest:
 
 
 def ends(table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object] = lambda *_: None) -> Around:
-    """Rule for a call that destroys the object whose handle is its first argument. ``table``: function that returns the
-    objects by handle.
+    """Return a rule for a call that destroys the object whose handle is its first argument. ``table``: function that
+    returns the objects by handle.
 
     The object is removed before the call, because another thread may get the same handle during the call. ``ended`` is
     called after a success. After a refusal the object is put back.
@@ -159,7 +159,8 @@ def ends(table: Callable[[State], dict[int, T]], ended: Callable[[State, T], obj
 
 def kernel_uses(state: State, *launch: Any) -> list[tuple[int, int, bool, bool]] | None:
     """Return the memory that a kernel launch uses: tuples of address, size in bytes, write flag and atomic flag. None
-    if unknown.
+    if unknown. ``launch``: the kernel's handle, its arguments, and the ``extra`` of the launch call; nothing if they
+    are unknown.
 
     The uses are known for kernels of this package, and for kernels of the simulated driver that declare their uses.
     """
@@ -182,9 +183,12 @@ def kernel_name(state: State, call: str, function: Any = 0, *_: Any) -> str:
 
 
 def kernel_nodes(state: State, call: str, stack: Stack, where: str, runs: bool, *launch: Any) -> list[TrackedNode]:
-    """Return the nodes of a kernel launch: one for its plain uses, and one for its atomic uses.
+    """Return the nodes of a kernel launch: one for its plain uses, and one for its atomic uses if there are any. If the
+    uses are unknown, one node with :attr:`.TrackedNode.unseen`. Uses beyond the memory are reported
+    (:func:`check_extent`).
 
-    ``where``: end of the kernel's name in reports. ``runs``: see :func:`check_extent`.
+    ``where``: end of the kernel's name in reports. ``runs``: see :func:`check_extent`. ``launch``: see
+    :func:`kernel_uses`.
     """
     what, uses = kernel_name(state, call, *launch), kernel_uses(state, *launch)
     if uses is None:
@@ -287,7 +291,7 @@ def _note_unknown(state: State, touched: Iterable[Touch]) -> None:
 def node_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
     """Return the parts of ranges that a node of a graph uses.
 
-    Pageable memory is among these parts, because each launch of the graph reads the memory when the launch runs.
+    Pageable memory that the node reads is among these parts, because each launch reads it when the launch runs.
     """
     touched = list(touched)
     read = ((number_of(at), int(size)) for at, size, write in touched if not write and int(size))
@@ -492,8 +496,8 @@ def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict
 
 
 def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Steps:
-    """Report a use of memory that was certainly freed before. If the free is not certainly before, report the use only
-    if the driver refuses the call. Nothing is reported while the stream waits for something.
+    """Report a use of memory that was certainly freed before. If it is uncertain whether the free comes before the use,
+    the use is reported only if the driver refuses the call. Nothing is reported while the stream waits for something.
 
     ``what``: name of the call. ``in_order``: False for a call outside of stream order. Returns the driver's answer.
     """
@@ -511,8 +515,8 @@ def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_
 def stale_at_launch(state: State, what: str, touched: Iterable[Touch]) -> Steps:
     """Report an operation on freed memory that a call adds to a graph.
 
-    Addresses of a pool or mapping may have memory again at the launch, so only ranges with other addresses are
-    reported. Returns the driver's answer.
+    Addresses of a pool or mapping stay reserved after a free, and may have memory again at the launch. So only ranges
+    whose addresses are no longer reserved are reported (:attr:`.Range.vacated`). Returns the driver's answer.
     """
     gone = [one for one in all_pieces(state, touched) if one[0][0].vacated]
     return (yield from _stale(state, gone, None, what)) if gone else (yield)

@@ -180,9 +180,9 @@ class Recorder:
     def begin_call(self, name: str, args: tuple[Any, ...]) -> uses.Rest | None:
         """Apply the part of a rule that precedes the call, and deliver its hazards.
 
-        Returns a function that takes the driver's answer; None if the call must not be made. With ``on="raise"`` a
-        hazard raises :class:`DriverMisuseError`: the rule ends as if the driver had refused the call, which is not
-        made.
+        Returns a function that takes the driver's answer; None if the call must not be made, because it would end an
+        object that is not live. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`: the rule ends as if the
+        driver had refused the call, which is not made.
         """
         rule = RULES.get(name)
         if name not in ENDERS and (rule is None or rule.around is None):
@@ -195,6 +195,7 @@ class Recorder:
         """Apply the part of a rule that follows the call, and deliver its hazards.
 
         ``rest``: the result of :meth:`begin_call`. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`.
+        Raises the error of a :class:`RefusedCall` if the driver has accepted the call.
         """
         self._reports.deliver(self._alone(self._after, name, args, answer, rest))
 
@@ -235,7 +236,8 @@ class Recorder:
     def between_calls(self, context: int, step: Callable[[], object]) -> None:
         """Call ``step``, which checks uses whose calls were recorded before, and deliver its hazards.
 
-        ``context``: handle of the context to which default streams of these uses belong.
+        ``context``: handle of the context to which default streams of these uses belong. With ``on="raise"`` a hazard
+        raises :class:`DriverMisuseError`.
         """
         self._deliver_as(CallingThread(0, context, ()), step)
 
@@ -368,11 +370,11 @@ class Recorder:
 
     @_notification(delivers=True)
     def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
-        """Record a use of ``nbytes`` bytes at ``address`` by a kernel on ``stream`` (CUstream). None: a use by the
-        host, now.
+        """Record a use of ``nbytes`` bytes at ``address`` by a kernel on ``stream`` (CUstream). ``stream=None``: a use
+        by the host, now.
 
-        ``write``: whether the use writes. ``atomic``: whether it is atomic, so that it does not race with other atomic
-        uses. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`.
+        ``write``: whether the use writes. ``atomic``: whether the use is atomic, so that it does not race with other
+        atomic uses. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`.
         """
         state = self.state
         state.look()
@@ -394,13 +396,14 @@ class Recorder:
 
     @_notification()
     def named(self, stream: Any, name: str) -> None:
-        """Record the name that a new stream has in reports."""
+        """Set the name of ``stream`` in reports."""
         self.state.streams.rename(stream, name)
 
     @_notification()
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         """Record that queued work writes elements of type ``dtype``. ``write=False``: the host reads elements as this
-        type; they are compared unless other code may have written them by kernels.
+        type, which is compared with the recorded types, unless other code may launch kernels that the checker is not
+        told of.
         """
         if write:
             self.state.types.wrote(address, nbytes, dtype, self.state.place())
@@ -435,9 +438,10 @@ class Recorder:
 
     @_notification()
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
-        """Record that ``stream`` waits for an announcement of :meth:`shared`. None: the host has waited for it.
+        """Record that ``stream`` waits for an announcement of :meth:`shared` before it uses ``nbytes`` bytes of
+        imported memory at ``address``. ``stream=None``: the host has waited for it.
 
-        ``name``: name of the announcement. ``word``: address of the value for which the stream waits.
+        ``name``: name of the announcement. ``word``: address of the 32-bit value for which the stream waits.
         """
         waiting = None if stream is None else self.state.stream(stream)
         self.state.interprocess.opened(waiting, address, nbytes, name, word)
@@ -490,7 +494,9 @@ class Recorder:
         self._alone(self._reports.take)
 
     def close(self) -> None:
-        """Check the work that is queued behind waits. Leaks are not reported."""
+        """Check the work that is queued behind waits. Leaks are not reported. With ``on="raise"`` a hazard raises
+        :class:`DriverMisuseError`.
+        """
         self.finished = True
         self._alone(self.state.close)
         self._reports.deliver(self._alone(self._reports.take))
@@ -507,8 +513,8 @@ class Recorder:
 
 
 class RefusedCall:
-    """Stands in for the rest of a rule that has refused the arguments of a call with ``error``. If the driver accepts
-    these arguments, the rule is wrong, and the object raises ``error``.
+    """Rest of a rule that has refused the arguments of a call with ``error``. If the driver accepts these arguments,
+    the rule is wrong, and a call of the object raises ``error``.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -853,8 +859,8 @@ _LONGEST_DELAY = 0.02
 longer delay would then hold up the program.
 """
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: _WAITED.wait(_LONGEST_DELAY) and None)
-# It is at module level, so that it exists until the process ends: the driver may call the function after the checker
-# has ended.
+# `_FUNCTION` is at module level, so that it exists until the process ends: the driver may call it after the checker has
+# ended.
 _DELAY: Any = cuda.CUhostFn(ctypes.cast(_FUNCTION, ctypes.c_void_p).value)
 _WAITS = ("Synchronize", "Query")
 _FREES = {"cuMemFreeAsync": "allocation", "cuMemFree": "device memory", "cuMemFreeHost": "pinned memory"}

@@ -64,7 +64,9 @@ def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> S
 
 
 def mappings(state: State, address: int, size: int) -> list[Range]:
-    """Return the mappings that overlap an address range. Unmapped ones stay among them until others replace them."""
+    """Return the mappings that overlap an address range. An unmapped mapping is among them until other ranges replace
+    it.
+    """
     return [one for one in state.addresses.overlapping(address, address + size) if one.kind == "mapping"]
 
 
@@ -456,7 +458,7 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
 
 def _export(state: State, range_: Range, name: bytes = b"") -> None:
     range_.bytes.shared = True
-    # Code of this package may export memory before it is complete. It reports later when the memory is complete
+    # Code of this package may export memory before the memory is complete, and reports its completion later
     # (Recorder.shared).
     if not from_package():
         state.interprocess.export(range_, state.place(), name)

@@ -173,8 +173,8 @@ def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: boo
 
 
 def write_value(state: State, stream: TrackedStream, address: int, value: int, bits: int) -> None:
-    """Queue a write of ``value`` to ``address`` in a stream (``cuStreamWriteValue32``). ``bits``: size of the value, 32
-    or 64.
+    """Queue a write of ``value`` to ``address`` in a stream (``cuStreamWriteValue32``). If the stream is being
+    captured, each launch of the graph queues the write. ``bits``: size of the value, 32 or 64.
     """
     if _at_launch(state, stream, lambda stream: write_value(state, stream, address, value, bits)):
         return
@@ -208,8 +208,9 @@ def _use_word(state: State, stream: TrackedStream, what: str, address: int, nbyt
 
 
 def wait_value(state: State, stream: TrackedStream, address: int, value: int, flag: int, bits: int) -> None:
-    """Queue a wait of a stream for a value (``cuStreamWaitValue32``). ``flag``: ``CUstreamWaitValue_flags``, the
-    comparison. ``bits``: size of the value, 32 or 64.
+    """Queue a wait of a stream for a value (``cuStreamWaitValue32``). If the stream is being captured, each launch of
+    the graph queues the wait. ``flag``: number of the comparison (``CUstreamWaitValue_flags``). ``bits``: size of the
+    value, 32 or 64.
     """
     if _at_launch(state, stream, lambda stream: wait_value(state, stream, address, value, flag, bits)):
         return

@@ -142,8 +142,9 @@ def _copied(state: State, target: Any, source: Any, size: int) -> _Uses:
 
 
 def rows(state: State, start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
-    """Return a use for each row of a plane, or one use if the rows are contiguous. ``write``: whether the rows are
-    written.
+    """Return a use for each row of a plane, or one use if the rows are contiguous. ``start``: address of the first row.
+    ``pitch``: distance of the rows in bytes; 0 if they are contiguous. ``width``: bytes of a row. ``height``: number of
+    rows. ``write``: whether the rows are written.
 
     At most 32,768 rows are returned; the others are left out, with a note.
     """
@@ -155,7 +156,9 @@ def rows(state: State, start: int, pitch: int, width: int, height: int, write: b
 
 
 def plane(state: State, copy: Any) -> list[Touch]:
-    """Return the rows that a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D`` reads and writes."""
+    """Return the rows that a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D`` reads and writes. Rows of an array that was not
+    created through this driver are left out, with a note.
+    """
     depth, width, height = int(getattr(copy, "Depth", 1) or 1), int(copy.WidthInBytes), int(copy.Height)
     found: list[Touch] = []
     for side, write in (("src", False), ("dst", True)):
