@@ -483,7 +483,7 @@ class Memory:
     def running(self) -> Iterator[Memory]:
         """Follow the driver calls of the process within the ``with`` block. Its value is this object.
 
-        Raises :class:`CuptiError` if CUPTI is unusable.
+        Raises :class:`CuptiError` if CUPTI cannot be used.
         """
         subscription = self._subscription = Subscription(self.called, FUNCTIONS)
         self.libraries.gate = subscription.gate
@@ -622,6 +622,7 @@ def memory() -> Iterator[Memory]:
 
 class Followed(Wrapper):
     """Driver that passes each call of ``functions`` to ``account.called``, as a subscription (:func:`subscribe`) does.
+    The first error of the account is stored in ``account.failure``, and no call is passed after that.
 
     The simulated driver has no CUPTI, so programs on that driver use this wrapper instead.
     """

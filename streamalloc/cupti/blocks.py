@@ -210,7 +210,8 @@ class Blocks:
         self.count += len(use.launches) if isinstance(use, Run) else 1
 
     def merge(self, events: Iterable[Event], upto: int, is_alone: bool) -> None:
-        """Judge the logged uses and the allocators' ``events`` up to the time ``upto`` (ns), in the order of time.
+        """Judge the logged uses, and the allocators' ``events`` up to the time ``upto`` (ns), in the order of time.
+        Later events are kept for the next call.
 
         While only one stream has work (``is_alone``), nothing is judged. If the log then has more than 20,000 uses, the
         older half is dropped.

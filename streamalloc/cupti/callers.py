@@ -22,7 +22,9 @@ _NATIVE_NAMES = {
     **{"cusolver": "cuSOLVER", "curand": "cuRAND", "cutensor": "cuTENSOR"},
 }
 NATIVE = frozenset(_NATIVE_NAMES.values())
-"""NVIDIA's libraries. They allocate memory for themselves, and order the uses of this memory themselves."""
+"""Names of NVIDIA's libraries, such as ``"cuBLAS"``. They allocate memory for themselves, and order the uses of this
+memory themselves.
+"""
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _DRIVER = re.compile(r"/libcuda\.so")
 _BETWEEN = re.compile(r"/lib(cuda|cudart|cupti|ffi|c|gcc_s|stdc\+\+|pthread)[-.][^/]*$|/_ctypes\.|/cuda/bindings/")
@@ -160,7 +162,7 @@ def gpus() -> dict[str, Gpu]:
 
 
 class Process:
-    """Device memory of this process according to NVML, since this object was made."""
+    """Device memory of this process according to NVML, compared with the state of the GPUs when the object was made."""
 
     def __init__(self) -> None:
         self._before = gpus()
@@ -184,9 +186,10 @@ class Process:
         return found
 
     def taken(self, name: str, free: int) -> int | None:
-        """Return how many bytes of the GPU with UUID ``name`` have been taken since this object was made.
+        """Return how many bytes of the GPU with UUID ``name`` all processes have taken since this object was made. None
+        if NVML did not list the GPU then.
 
-        ``free``: free bytes of the GPU now. None if NVML did not list the GPU.
+        ``free``: free bytes of the GPU now.
         """
         return self._before[name].free - free if name in self._before else None
 

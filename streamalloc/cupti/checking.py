@@ -234,7 +234,8 @@ class Check:
 
     @contextlib.contextmanager
     def in_children(self, folder: Path) -> Iterator[None]:
-        """Also check the Python processes that the program starts within the ``with`` block.
+        """Also check the Python processes that the program starts within the ``with`` block. The block sets the
+        environment variables :data:`VARIABLE` and ``PYTHONPATH``, which these processes inherit.
 
         Each of these processes writes its hazards to a JSON file in ``folder`` when it ends, if there are any.
         """
@@ -456,7 +457,9 @@ def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
 
 
 def check_child() -> None:
-    """Check this process until it ends. A checked parent process has started it (:meth:`Check.in_children`)."""
+    """Check this process until it ends. A checked parent process has started it (:meth:`Check.in_children`). Raises
+    :class:`CuptiError` if CUPTI cannot be used.
+    """
     folder = Path(os.environ[VARIABLE])
     check, undo = Check(raises=False), contextlib.ExitStack()
     undo.enter_context(check.running(at_once=True))

@@ -139,7 +139,8 @@ class Written(NamedTuple):
 
 
 class Gate:
-    """Machine code that CUPTI calls before one callback in Python, with its words and its ring buffer of stored calls.
+    """Machine code that CUPTI calls, with its words and its ring buffer. It stores a driver call, drops the call, or
+    passes the call to ``callback``.
 
     ``functions``: names of the subscribed functions, by CUPTI's number.
     """

@@ -223,10 +223,11 @@ class Kernels:
         self._thread: threading.Thread | None = None
 
     def learn(self, function: int, symbol: int, context: int) -> Kernel:
-        """Ask the thread about a kernel, wait up to 2 s for the answer, and return the kernel.
+        """Ask the thread about the kernel with the handle ``function``, wait up to 2 s for the answer, and return the
+        kernel.
 
-        ``symbol``: address of the mangled name, or 0. If there is no answer in time, the sizes of the arguments count
-        as unknown.
+        ``symbol``: address of the mangled name, or 0. ``context``: handle of the context of the launch. If there is no
+        answer in time, the sizes of the arguments count as unknown.
         """
         name = ctypes.string_at(symbol).decode(errors="replace") if symbol else ""
         done = threading.Event()

@@ -48,14 +48,16 @@ class Library:
         return found
 
     def subscribe(self, callback: int, user: int, functions: Iterable[int]) -> None:
-        """Make CUPTI call a C function before and after each call of ``functions`` in the process.
+        """Make CUPTI call a C function before and after each call of ``functions`` in the process (``cuptiSubscribe``,
+        ``cuptiEnableCallback``).
 
         ``callback``: address of the C function. ``user``: its first argument. ``functions``: CUPTI's numbers.
 
         Raises
         ------
         CuptiError
-            Another tool has subscribed (a profiler, a debugger), or this process has subscribed already.
+            Another tool has subscribed (a profiler, a debugger), this process has subscribed already, or
+            ``cuptiSubscribe`` fails for another reason.
         """
         to = ctypes.c_void_p(callback), ctypes.c_void_p(user)
         result = self._library.cuptiSubscribe(ctypes.byref(self._subscriber), *to)
@@ -68,8 +70,8 @@ class Library:
             self._library.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, number)
 
     def unsubscribe(self) -> None:
-        """End the subscription; nothing happens if there is none. Callbacks on other threads may still run after this
-        method has returned.
+        """End the subscription (``cuptiUnsubscribe``); nothing happens if there is none. Callbacks on other threads may
+        still run after this method has returned.
         """
         if self._subscriber:
             self._library.cuptiUnsubscribe(self._subscriber)

@@ -30,7 +30,9 @@ class Recording:
         self.libraries: Libraries = Libraries(stacks=None, most_entries=_MOST_ENTRIES)
         """The source of the blocks of PyTorch, CuPy and RMM."""
         self.failure: BaseException | None = None
-        """The error that ended the recording early; None if there was no error."""
+        """Error that ended the recording early; None if there was none, and before the end of the block of
+        :meth:`running`.
+        """
         self._calls: list[Call] = []
 
     def called(self, call: DriverCall) -> None:

@@ -90,7 +90,7 @@ class DriverCall(NamedTuple):
     """
     operands: Operands | tuple[()] = ()
     """Tensors of the PyTorch operator that launches the kernel: address of the first byte, address after the last byte,
-    and whether the operator writes the tensor. Only in :func:`check` are they filled in.
+    and whether the operator writes the tensor. Filled in only by :func:`check`.
     """
     is_late: bool = False
     """Whether the listener is called some time after the call, while the calling thread goes on. ``place`` is then
@@ -287,10 +287,14 @@ instructions.
 def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) -> Iterator[Subscription]:
     """Call ``listener`` with a :class:`DriverCall` after each driver call that any code makes in the ``with`` block.
 
-    The listener runs on the thread of the call, with the GIL. It must make no driver call, and take no lock that a
-    thread may hold while it calls the driver. An exception in the listener ends the subscription, and the program goes
-    on. :attr:`Subscription.error` is then this exception. Only a ``KeyboardInterrupt`` ends nothing, and is raised in
-    the main thread soon after. Kernel launches that fail, and calls in forked children, are not reported.
+    The listener runs on the thread of the call, or later on another thread (:attr:`DriverCall.is_late`), with the GIL.
+    It must make no driver call, and take no lock that a thread may hold while it calls the driver. An exception in the
+    listener ends the subscription, and the program goes on. :attr:`Subscription.error` is then this exception. Only a
+    ``KeyboardInterrupt`` ends nothing, and is raised in the main thread soon after.
+
+    Kernel launches that fail, and calls in forked children, are not reported. Some event queries that find the event
+    unfinished are not reported either, nor some calls that make events or physical memory, such as ``cuMemCreate``,
+    while PyTorch's memory history is read.
 
     Parameters
     ----------
