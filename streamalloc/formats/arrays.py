@@ -129,7 +129,9 @@ def exported(memory: object, address: int, nbytes: int, device: tuple[int, int])
 
 
 def tensor_in(capsule: object) -> DLTensor:
-    """Return the tensor in a capsule of the name ``dltensor``. The tensor is valid while the capsule exists."""
+    """Return the tensor in a capsule of the name ``dltensor``. The tensor is valid while the capsule exists. Raises
+    ``ValueError`` for other objects, and for capsules of other names.
+    """
     return DLTensor.from_address(_pointer_in(capsule, b"dltensor"))
 
 
@@ -152,12 +154,17 @@ class CudaArray(NamedTuple):
 
 
 def cuda_array(interface: dict[str, Any], name: str) -> CudaArray:
-    """Read and check the array interface of another library's array. ``name`` is the array's name in errors.
+    """Return the fields of the array interface of another library's array, and check them. ``name`` is the array's name
+    in errors.
 
     Raises
     ------
-    TypeError, ValueError
-        The array has a mask, Python objects or a negative size, or is not C-contiguous.
+    TypeError
+        The elements are Python objects, or of a type that NumPy does not know.
+    ValueError
+        The array has a mask or a negative size, or is not C-contiguous.
+    KeyError
+        A required entry of the interface is missing.
     """
     dtype, shape = interface_form(interface)
     if dtype.hasobject:
@@ -196,10 +203,11 @@ def array_form(
     memory: object, address: int, nbytes: int, dtype: npt.DTypeLike, shape: tuple[int, ...] | None
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return the element type and the shape of an array that fills ``nbytes`` bytes exactly. A -1 in ``shape`` is
-    replaced by the size that fits. None as ``shape``: one dimension.
+    replaced by the size that fits. None as ``shape``: one dimension. ``memory`` is shown in errors.
 
-    Raises ``TypeError`` for a type of arrays, without a size or with Python objects, and ``ValueError`` if the array
-    does not fill the bytes or ``address`` is not aligned. ``memory`` is shown in errors.
+    Raises ``ValueError`` if the array does not fill the bytes, or ``address`` is not aligned. Raises ``TypeError`` if
+    ``shape`` is not a sequence of integers, or ``dtype`` is no type of NumPy, a subarray type, or a type of Python
+    objects or without a size.
     """
     kind = np.dtype(dtype)
     if kind.subdtype is not None:
@@ -222,8 +230,9 @@ def array_form(
 
 
 def host_array(other: Any) -> npt.NDArray[Any] | None:
-    """Return a NumPy array over the bytes of an object with the buffer protocol, without a copy; None for other
-    objects.
+    """Return an object with the buffer protocol as a NumPy array of the same elements and bytes, without a copy; an
+    array itself; None for other objects. Raises ``ValueError`` if NumPy does not know the type of the buffer's
+    elements.
     """
     try:
         return other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))
@@ -245,8 +254,11 @@ def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
 
     Raises
     ------
-    TypeError, ValueError
-        ``dtype`` cannot hold the value. Floating-point numbers are rounded without an error.
+    TypeError
+        ``value`` is not of a kind that NumPy converts to ``dtype``.
+    ValueError
+        ``dtype`` cannot hold the value, or NumPy refuses to convert it. Floating-point numbers are rounded without an
+        error.
     """
     element = np.empty((), dtype)
     try:
@@ -284,8 +296,10 @@ def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[in
 
     Raises
     ------
-    TypeError, ValueError
-        ``value`` is not a pattern of 1, 2 or 4 bytes, or does not fit ``width``.
+    TypeError
+        ``value`` is not an integer, bytes or a NumPy scalar.
+    ValueError
+        The pattern or ``width`` has not 1, 2 or 4 bytes, or ``value`` does not fit ``width``.
     """
     if isinstance(value, np.generic):
         value = value.tobytes()
@@ -329,8 +343,10 @@ def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, t
 
     Raises
     ------
-    TypeError, IndexError
-        The index is not a basic index, or does not fit the shape.
+    TypeError
+        The index is not a basic index.
+    IndexError
+        The index does not fit the shape.
     ValueError
         The selection is not contiguous.
     """

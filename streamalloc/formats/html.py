@@ -1,5 +1,4 @@
-"""HTML for notebooks: a card for an object, which is a small table of its properties. Sizes are in MiB; text is
-escaped.
+"""HTML for notebooks: a card shows an object as a small table of its properties. Text is escaped.
 
 The class of the object gives the rows of the card (:meth:`Shown._about`). Locations have the same colours as in
 figures.
@@ -13,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 draw: Callable[..., Any] | None = None
 """Function that calls ``streamalloc.plots.draw``. ``streamalloc/__init__.py`` sets it, because this folder may not
-import ``plots``.
+import ``plots``; None before.
 """
 
 _DEVICES = ("#3f78b5", "#e0923d", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794", "#b3563e")
@@ -39,7 +38,9 @@ class Html(str):
 
 
 Row: TypeAlias = tuple[str, object]
-"""Title and value of a row of a card. The value is shown by ``str``; sizes are made by :func:`mib`."""
+"""Title and value of a row of a card. The card shows :class:`Html` as it is, and other values as their ``str``. A size
+is given as the text of :func:`mib`.
+"""
 
 
 def escape(text: str) -> str:
@@ -155,7 +156,7 @@ class Shown:
 
 
 class Drawn(Shown):
-    """Object that :mod:`streamalloc.plots` can draw."""
+    """Base class of objects with a method :meth:`plot`, for example pools, address ranges and observers."""
 
     __slots__ = ()
 
@@ -168,6 +169,11 @@ class Drawn(Shown):
         ------
         ModuleNotFoundError
             ``matplotlib`` is not installed.
+        ClosedError
+            The object is a closed pool.
+        TypeError
+            There is no figure for objects of this class (physical memory, multicast objects, sparse arrays), or the
+            function does not have one of the ``options``.
         """
         assert draw is not None
         return draw(self, **options)

@@ -24,14 +24,14 @@ def lock(fd: int, byte: int, kind: int, *, wait: bool = False) -> None:
     """Lock the byte at offset ``byte`` of a file (``kind`` is ``F_RDLCK`` or ``F_WRLCK``), or unlock it (``F_UNLCK``).
 
     If the byte is locked through another open file description, wait until it is unlocked; without ``wait``, raise
-    ``BlockingIOError``.
+    ``BlockingIOError``. Raises ``OSError`` if ``fd`` is not open for reading (``F_RDLCK``) or writing (``F_WRLCK``).
     """
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, flock(kind, byte))
 
 
 def try_lock(fd: int, byte: int) -> bool:
-    """Lock the byte at offset ``byte`` exclusively, without waiting. Returns False if another open file description has
-    it locked.
+    """Lock the byte at offset ``byte`` exclusively, without waiting. Returns whether the byte is now locked: False if
+    another open file description has a lock on it. Raises ``OSError`` if ``fd`` is not open for writing.
     """
     try:
         lock(fd, byte, fcntl.F_WRLCK)

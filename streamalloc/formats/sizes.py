@@ -14,7 +14,7 @@ def size_in(text: str) -> int:
     """Return the number of bytes that a text gives, such as ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (1.5 * 10**9) or
     ``"4096"``.
 
-    Raises ``ValueError`` for other texts.
+    Raises ``ValueError`` for other texts, and if the number of bytes is not whole.
     """
     # These modules are imported here, because at module level they would take a twentieth of the package's import time.
     from fractions import Fraction
@@ -31,12 +31,12 @@ def size_in(text: str) -> int:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number with the noun ``what``, which gets an "s" unless the number is 1: ``1 page``, ``2 pages``."""
+    """Return a number with the noun ``what``, which gets an "s" unless the number is 1: ``1 page``, ``2,000 pages``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def size_text(nbytes: int) -> str:
-    """Return a size as text: ``64 MiB`` if the size is a multiple of a unit, else ``1,234,567 bytes``."""
+    """Return a size as text, in the largest unit that divides it: ``64 MiB``, ``1,234,567 bytes``."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes and nbytes % scale == 0:
             return f"{nbytes // scale:,} {unit}"
