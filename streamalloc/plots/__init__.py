@@ -1,6 +1,6 @@
 """Figures of pools, observed memory, reuse and mappings, drawn with matplotlib.
 
-Pools, ranges, growable buffers and observers have a method ``plot()``. :func:`reuse` draws the calls of a traced
+Pools, address ranges, virtual buffers and observers have a method ``plot()``. :func:`reuse` draws the calls of a traced
 driver. The functions that draw return the figure: a new figure, or the figure of the axes ``ax`` that are passed.
 """
 

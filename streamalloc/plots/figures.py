@@ -96,7 +96,9 @@ TIMES = (Unit("seconds", 10**9), Unit("milliseconds", 10**6), Unit("microseconds
 
 
 def unit_of(most: float, units: Sequence[Unit] = _UNITS) -> Unit:
-    """Return the largest unit in which ``most`` (bytes or nanoseconds) is at least 2; the second unit for 0."""
+    """Return the largest unit in which ``most`` (bytes or nanoseconds) is at least 2, or the smallest unit if there is
+    none. For 0, return the second unit.
+    """
     return next((one for one in units if most >= 2 * one.scale), units[-1]) if most else units[1]
 
 
@@ -129,10 +131,10 @@ def figure(
 
 @contextlib.contextmanager
 def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
-    """Return a context manager that sets the style. Its block gets ``ax`` with its figure, or a new figure with new
-    axes.
+    """Return a context manager that sets the style. The value of its ``with`` block is a tuple: figure and axes. The
+    axes are ``ax``, or new axes of a new figure if ``ax`` is None.
 
-    ``options``: arguments of :func:`figure` for a new figure, which is used if ``ax`` is None.
+    ``options``: arguments of :func:`figure` for a new figure.
     """
     with styled():
         if ax is None:
@@ -144,7 +146,7 @@ def drawing(ax: Axes | None, **options: Any) -> Iterator[tuple[Figure, Axes]]:
 
 
 def bare(ax: Axes) -> None:
-    """Remove the frame and the tick marks of axes, where they mean nothing."""
+    """Remove the frame, the tick marks and the labels of the vertical axis, which would have no meaning in the plot."""
     ax.spines[:].set_visible(False)
     ax.set_yticks([])
     ax.tick_params(length=0)
@@ -309,10 +311,11 @@ def _phases(made: Figure, ax: Axes, phases: Sequence[Phase], zero: int, tick: in
 
 
 class Life(NamedTuple):
-    """Allocation, from the call that allocates to the call that frees. ``start`` and ``stop`` are indices of these
-    calls; ``stop`` is None for memory that was not freed.
+    """Allocation, from the call that allocates to the call that frees. :func:`lives` returns a list of these objects.
 
-    :func:`lives` returns a list of these.
+    ``start`` and ``stop`` are indices of these calls. Only successful calls count, of functions that allocate, free,
+    record and wait in stream order (``cuMemAllocAsync``, ``cuStreamSynchronize`` and others). ``stop`` is None for
+    memory that was not freed.
     """
 
     address: int
@@ -377,7 +380,7 @@ def _steps(calls: Iterable[Call]) -> Iterator[_Step]:
 
 def lives(of: Iterable[Call]) -> list[Life]:
     """Return the allocations of a traced driver in the order of the calls, each with the reason why the driver could
-    reuse freed memory for it. Only calls of ``cuMemAllocAsync`` and ``cuMemAllocFromPoolAsync`` that succeeded count.
+    reuse freed memory for it. Only successful calls of ``cuMemAllocAsync`` and ``cuMemAllocFromPoolAsync`` count.
 
     Parameters
     ----------
@@ -418,11 +421,11 @@ def lives(of: Iterable[Call]) -> list[Life]:
 
 
 def reuse(of: Iterable[Call], *, ax: Axes | None = None) -> Figure:
-    """Draw allocations as boxes: calls on the horizontal axis, addresses on the vertical axis. Returns the figure.
+    """Draw allocations as rectangles: calls on the horizontal axis, addresses on the vertical axis. Returns the figure.
 
-    The height of a box is the size of the allocation, and the colour shows its stream. The colour of the left edge
-    shows why the driver could reuse freed memory. Unused addresses are left out. ``of``: the calls, as for
-    :func:`lives`. ``ax``: axes to draw into; default: those of a new figure.
+    The height of a rectangle is the size of the allocation, and the colour shows its stream. The colour and style of
+    the left edge show why the driver could reuse freed memory (``WHY``). Unused addresses are left out. ``of``: the
+    calls, as for :func:`lives`. ``ax``: axes to draw into; default: those of a new figure.
     """
     found = lives(of)
     places = _packed(found)
@@ -595,7 +598,9 @@ def draw(thing: object, **options: Any) -> Figure:
     Raises
     ------
     TypeError
-        Objects of this class cannot be drawn.
+        Objects of this class cannot be drawn, or the function does not have one of the ``options``.
+    ClosedError
+        ``thing`` is a closed pool.
     """
     for kind, draw_kind in _FUNCTIONS.items():
         if isinstance(thing, kind):
