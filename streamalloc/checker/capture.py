@@ -170,7 +170,7 @@ class TrackedGraph:
 
 
 class TrackedCapture:
-    """Capture that has not ended: the graph so far, and the order of its streams inside the graph."""
+    """Stream capture, with its graph so far, and the order of its streams inside the graph."""
 
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.graph: TrackedGraph = TrackedGraph()
@@ -197,8 +197,8 @@ class TrackedCapture:
                 self.join_all(stream)
 
     def wait(self, stream: TrackedStream, event: TrackedEvent, clock: Clock, place: Stack) -> None:
-        """Order a stream after an event that was recorded in this capture. ``clock``: clock of the record. ``place``:
-        place of the wait in the program.
+        """Add a stream to the capture, and order it after an event that was recorded in the capture. ``clock``: clock
+        of the record. ``place``: place of the wait in the program.
         """
         self.join(stream, clock)
         self._inside.waited(self._streams[stream], event.wait(place))
@@ -279,7 +279,9 @@ class TrackedEvent:
     foreign: bool = False
     """Whether another library has the event, and may record it by calls that the checker is not told of."""
     mark: Obstacle | None = None
-    """End of the recorded work, as something that streams wait for; None if no record is known to the checker."""
+    """Obstacle that ends with the recorded work; None if no record is known to the checker, or the latest record is in
+    a capture.
+    """
     captured: tuple[TrackedCapture, Clock] | None = None
     """The capture with the latest record, and the clock of the record in it; None if the latest record is not in a
     capture.

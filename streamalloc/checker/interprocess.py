@@ -393,8 +393,8 @@ class Interprocess:
             self.entries[range_] = index
 
     def import_ended(self, range_: Range) -> None:
-        """Remove the entry of an import from the board, so that the exporter's checker allows the free of the
-        memory.
+        """Remove the entry of an import from the board, so that the exporter's checker allows the free of the memory.
+        No effect if the import has no entry.
         """
         self.leaving.pop(range_, None)
         index = self.entries.pop(range_, None)
@@ -402,8 +402,8 @@ class Interprocess:
             self.board.drop_entry(index)
 
     def notifies(self, stream: TrackedStream) -> None:
-        """Record that ``stream`` tells other processes of its queued work. So it also tells them of the frees of
-        imports that are queued in it.
+        """Record that ``stream`` shows other processes the end of its queued work. The entries of imports whose free is
+        part of this work are removed from the board.
         """
         for range_ in [one for one, on in self.leaving.items() if on is stream]:
             self.import_ended(range_)
@@ -487,8 +487,8 @@ class Interprocess:
         return 0 if event.index is None else self.board.record(event.index)
 
     def index(self, event: TrackedEvent) -> int | None:
-        """Return the index of an event's entry on the board, which is added if needed. None if the board is full or not
-        writable.
+        """Return the index of an event's entry on the board. If the event has no entry, one is added. None if the board
+        is full or not writable.
         """
         if event.index is None:
             event.index = self.board.add_entry()
@@ -572,9 +572,8 @@ class Interprocess:
                     self._announce(range_, one)
 
     def drop_uses(self, is_over: Callable[[int, int], bool]) -> None:
-        """Remove the uses for which ``is_over(number, time)`` is True. Arguments: number of the actor, time of the use.
-
-        The host may have waited for these uses, or another process by a value in memory.
+        """Remove the uses for which ``is_over`` is True, and their posts: the host may have waited for these uses, or
+        another process by a value in memory. ``is_over`` takes the number of the actor and the time of the use.
         """
         for range_, uses in self.uses.items():
             kept = [one for one in uses if not is_over(one.number, one.time)]
@@ -691,9 +690,10 @@ class Interprocess:
     # -- recordings of other processes -----------------------------------------------------------------------
 
     def recorded_elsewhere(self, event: TrackedEvent) -> Clock | None:
-        """Return the clock of the work that may precede a record of ``event`` by another process or library. For an
-        event of another library without a known record, this is all work so far. None if only this process has the
-        event.
+        """Return the clock of the work that may precede a record of ``event`` by another process or library. None if
+        only this process has the event.
+
+        For an event of another library without a known record, the clock has all work so far, and a note is added.
         """
         if event.foreign and event.mark is None:
             self._timeline.notes.add("waits", "an event or a semaphore of another library")
@@ -769,8 +769,8 @@ class OpenFiles(Generic[T]):
         return next((one for noted, one in self._noted.items() if one is not None and self._is(number, noted)), None)
 
     def note(self, number: int, thing: T) -> None:
-        """Set the value of the open file with the descriptor ``number``. Adds a note if its import cannot be followed,
-        or if the table is full and the oldest file is removed.
+        """Set the value of the open file with the descriptor ``number``. Adds a note if a later import of the file may
+        not be recognised, or if the table is full and the oldest file is removed.
         """
         key = _inode(number)
         if key is not None:

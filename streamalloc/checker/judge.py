@@ -15,7 +15,7 @@ _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
 
 class RecordedEvent(NamedTuple):
-    """Record of an event, as reports name it."""
+    """One record of an event, for reports."""
 
     stream: TrackedStream
     mark: Obstacle
@@ -191,8 +191,9 @@ class Judge:
         return rights
 
     def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
-        """Report a use that begins inside a range and goes beyond its end, unless the range was freed. ``end``: the
-        address at which the use ends.
+        """Report a use that begins inside a range and goes beyond its end, unless the range was freed. ``piece``: the
+        part of the use inside of the range. ``end``: the address at which the use ends. ``access``, ``stack``: name and
+        place of the use.
         """
         range_, start, last = piece
         if range_.ended is None:

@@ -262,7 +262,9 @@ class Range(Extent):
     bindings: list[BoundBytes] | None = None
     """Bytes bound to the multicast object that the range maps; None for all other memory."""
     opened: int = 1
-    """Number of ``cuIpcOpenMemHandle`` calls that returned the address of this range and were not undone."""
+    """Number of ``cuIpcOpenMemHandle`` calls that returned the address of this range and were not closed; 1 for memory
+    that was not opened by such a call, and after the last close.
+    """
     imports: list[Range] = field(default_factory=list)
     """Ranges by which this process has imported the same memory."""
     context: int = 0

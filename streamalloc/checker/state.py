@@ -116,7 +116,9 @@ class State:
     the use. None: such uses are not passed on.
     """
     now: int = 0
-    """Time of the current call, in a unit of the code that reports the calls; 0 if that code gives no time."""
+    """Time of the current call, in the unit of the code that reports the calls (:mod:`streamalloc.cupti`: ns); 0 if
+    that code gives no time.
+    """
 
     def __post_init__(self, driver: Any) -> None:
         # These objects record the order of operations.

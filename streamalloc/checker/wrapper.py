@@ -419,8 +419,8 @@ class Recorder:
 
     @_notification()
     def deferred(self, address: int) -> None:
-        """Record that the program has freed memory for which the driver is called later. So a missing free is no
-        leak.
+        """Record that the program has freed memory, and that the driver call for this free comes later. So a missing
+        free is no leak.
         """
         found = self.state.addresses.find(address)
         if found is not None:
@@ -428,9 +428,9 @@ class Recorder:
 
     @_notification(delivers=True)
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
-        """Record that importers may use the memory once the queued work of ``stream`` is done. ``name``: name of the
-        announcement, which importers pass to :meth:`opened`. With ``on="raise"`` an incomplete export raises
-        :class:`DriverMisuseError`.
+        """Record that importers may use ``nbytes`` bytes at ``address`` once the queued work of ``stream`` is done.
+        ``name``: name of the announcement, which importers pass to :meth:`opened`. With ``on="raise"`` an incomplete
+        export raises :class:`DriverMisuseError`.
         """
         state = self.state
         state.sources.clear()
@@ -464,17 +464,20 @@ class Recorder:
         return self._alone(self.state.account.outstanding)
 
     def leaks(self) -> list[Hazard]:
-        """Return one hazard for each place in the program that allocated memory which is not freed."""
+        """Return one hazard for each place in the program and kind of memory, if memory that was allocated there is not
+        freed.
+        """
         return self._alone(self.state.leaks)
 
     def assert_nothing_left(self) -> None:
-        """Raise :class:`DriverMisuseError` if :meth:`outstanding` returns anything."""
+        """Raise :class:`DriverMisuseError` unless :meth:`outstanding` is empty."""
         if left := self.outstanding():
             shown = "; ".join(f"{len(handles)} {kind}" for kind, handles in left.items())
             raise DriverMisuseError(f"not released: {shown} ({left})")
 
     def finish(self) -> list[Hazard]:
-        """Attempt deferred releases, check the work that is queued behind waits, and add leaks. Returns all hazards.
+        """Attempt deferred releases for at most a second, check the work that is queued behind waits, and add leaks.
+        Returns all hazards.
 
         Without this call, the end of the process does the same, and prints the hazards that were not shown. A forked
         child only prints those that it has found.

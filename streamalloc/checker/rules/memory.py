@@ -41,8 +41,8 @@ def _captured_free(state: State, capture: TrackedCapture, stream: TrackedStream,
 
 
 def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> Steps:
-    """Rule for a call of the host that frees ranges. ``what``: name of the call. ``ending``: ``"unmap"`` or
-    ``"release"`` if the call is no free.
+    """Rule for a call of the host that frees ranges. Ranges that have ended before are left out. ``what``: name of the
+    call. ``ending``: ``"unmap"`` or ``"release"`` if the call is no free.
 
     If the driver refuses the call, the record is undone. Returns the driver's answer.
     """

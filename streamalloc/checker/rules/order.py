@@ -237,8 +237,8 @@ def _use_awaited(state: State, stream: TrackedStream, what: str, address: int, n
 
 
 def host_function(state: State, stream: TrackedStream) -> HostCall:
-    """Queue a call of a host function in a stream, and return it. If the stream is being captured, each launch of the
-    graph calls the function.
+    """Queue a call of a host function in a stream. If the stream is being captured, each launch of the graph calls the
+    function instead. Returns the record of the function.
     """
     capture = state.capture_of(stream)
     made = HostCall(state, stays=capture is not None)
