@@ -118,9 +118,11 @@ class Moment(NamedTuple):
     name: str
     rows: tuple[Row, ...]
     driver: dict[int, int]
-    """Bytes that the process uses by device ordinal, as NVML reports them; empty if the driver was not asked at this
-    time. If NVML does not tell them: the bytes that all processes have taken since the account began, or if NVML did
-    not list the device, all its used bytes.
+    """Bytes that the process uses, by device ordinal, as NVML reports them. Empty if the driver was not asked at this
+    time.
+
+    If NVML does not tell the bytes of this process: the bytes that all processes have taken since the account began. If
+    NVML did not list the device then: all used bytes of the device.
     """
 
     @property
@@ -399,9 +401,10 @@ class Memory:
         return found
 
     def taken(self) -> tuple[int, int, dict[str, int]]:
-        """Return the bytes that driver calls have allocated: now, at the peak, and now by name of the library.
+        """Return a tuple: the bytes that driver calls have allocated now, those at the peak, and a dictionary of the
+        bytes now by name of the library.
 
-        The blocks inside segments are not counted apart. This method makes no driver call.
+        A segment counts as a whole, not by its blocks. This method makes no driver call.
         """
         self._catch_up()
         with self._lock:

@@ -192,10 +192,11 @@ class Check:
 
     @contextlib.contextmanager
     def running(self, at_once: bool) -> Iterator[Check]:
-        """Check the process within the ``with`` block. Its value is this object.
+        """Check the process within the ``with`` block. Its value is this object. ``at_once``: whether each hazard is
+        printed when it is found.
 
-        ``at_once``: whether each hazard is printed when it is found. Raises :class:`CuptiError` if CUPTI cannot be
-        used. With ``raises``, the first hazard raises ``DriverMisuseError``, at the latest at the end of the block.
+        Raises :class:`CuptiError` if CUPTI cannot be used. If the object was made with ``raises=True``, the first
+        hazard raises ``DriverMisuseError`` in the main thread, at the latest at the end of the block.
         """
         if at_once:
             self._recorder.show_at_once(None)
@@ -346,7 +347,7 @@ class Check:
             # the whole segment. The reading takes the allocator's mutex. This thread does not hold it, because PyTorch
             # makes no call of ``_USES`` with the mutex.
             self.merge(one.time)
-        # If its thread did not wait for the lock, that thread may have overwritten the arguments of this call.
+        # If the call's thread did not wait for the lock, it may have overwritten the arguments of the call.
         state.sources.is_late = one.is_late or one.time <= max(self._late.values(), default=0)
         if one.function in LAUNCHES:
             run, stream = [one], (one.args[1], one.thread, one.context)

@@ -122,7 +122,7 @@ class Operators:
         cannot tell its address.
 
         If the driver does not tell the kernel's arguments (``pointers`` is None), and the operator returns only new
-        tensors, these are added to a list that is not empty when the operator ends.
+        tensors, the new tensors are added to the returned list when the operator ends, unless the list is empty.
         """
         running = self._running.get(thread)
         if running is None:

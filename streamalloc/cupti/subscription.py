@@ -119,7 +119,7 @@ class Subscription:
 
     def open(self) -> None:
         """Begin to listen (``cuptiSubscribe``). Raises :class:`CuptiError` if another tool, or this process, has
-        subscribed already.
+        subscribed already, or if the call fails for another reason.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(self.kernels.close)

@@ -221,7 +221,8 @@ def memory(of: Observer) -> Figure:
     """Draw the allocated bytes of an observer over time, by tag or pool, and its phases above. Returns the figure.
 
     :meth:`observing.Observer.plot` draws the same figure; :doc:`/05-one-pool` has an example. The figure begins with
-    the first entry of the history (``history=`` of :func:`streamalloc.observing.observe`).
+    the first entry of the history (``history=`` of :func:`streamalloc.observing.observe`). Five tags or pools, those
+    with the highest peaks, have areas of their own; the area "other" has all the rest.
     """
     happened, phases = of.history, [one for one in of.phases if one.ended is not None]
     starts = [one.time for one in happened] + [one.began for one in phases]
