@@ -1,4 +1,6 @@
-"""The package's plugin, as this suite uses it: ``pytest --driver=simulated`` (default) or ``--driver=cuda``."""
+"""Options, fixtures and hooks of this test suite over the package's pytest plugin. Run ``pytest --driver=simulated``
+(default) or ``--driver=cuda``.
+"""
 
 import contextlib
 import gc
@@ -64,7 +66,9 @@ _SLOW = re.compile(
     "_(backup|claims|communicator|deaths|disk|endurance|faults|interrupts|kill|leaks|life|lifetimes?|locks|model"
     r"|multiprocessing|processes|programs|samples|sweeps)\.py$"
 )
-"""Modules of sweeps, of faults and interleavings among others, and of processes that begin and end."""
+"""Names of modules whose tests get the mark ``slow``: sweeps, such as those of faults and interleavings, and tests that
+start processes.
+"""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -91,9 +95,10 @@ def _on_cuda(config: pytest.Config) -> bool:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Share the compiling of the tests: each worker compiles some modules first, and leaves bytecode for the others.
+    """Divide the compilation of test modules among the workers: each first compiles some modules, and the others use
+    the bytecode.
 
-    Pytest rewrites their assertions, which takes most of the time of a collection.
+    The rewriting of assertions takes most of the time of a collection.
     """
     worker, count = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
     if worker and session.config.args_source == pytest.Config.ArgsSource.TESTPATHS:
@@ -119,13 +124,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def on_cuda(request: pytest.FixtureRequest) -> bool:
-    """Whether the real driver is under test (for tests of the session itself; no other test may branch on it)."""
+    """Whether the real driver is under test. For tests of the session itself: no other test may depend on it."""
     return _on_cuda(request.config)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_multicast_by_mistake(on_cuda: bool) -> Iterator[None]:
-    """On GPUs that others share, a test that forgets its mark must not make a multicast object."""
+    """Refuse multicast objects on real hardware without ``STREAMALLOC_TEST_MULTICAST=1``: a test that lacks its mark
+    must not make one on a GPU that others use.
+    """
     with pytest.MonkeyPatch.context() as patch:
         real: Any = sd.real() if on_cuda and os.environ.get("STREAMALLOC_TEST_MULTICAST") != "1" else None
         if hasattr(real, "cuMulticastCreate"):
@@ -135,7 +142,7 @@ def no_multicast_by_mistake(on_cuda: bool) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def readings_of_free_memory(on_cuda: bool) -> Iterator[None]:
-    """Counts the readings that other processes on the same GPU change."""
+    """Count the readings of the real device's free memory (:class:`FreeMemory`), which other processes change."""
     with pytest.MonkeyPatch.context() as patch:
         if on_cuda:
             real: Any = sd.real()
@@ -145,7 +152,7 @@ def readings_of_free_memory(on_cuda: bool) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def lasting_drivers(request: pytest.FixtureRequest, on_cuda: bool) -> list[Any]:
-    """The drivers that outlive tests, with active primary contexts."""
+    """Drivers that outlive tests, with active primary contexts; empty if each test has its own simulated machine."""
     if on_cuda:
         request.getfixturevalue("primary_contexts")
         return [sd.real()]
@@ -160,11 +167,11 @@ def lasting_drivers(request: pytest.FixtureRequest, on_cuda: bool) -> list[Any]:
 
 
 def _warm_up(driver: Any) -> None:
-    """Have the driver do now what would wait for the streams that tests hold, and hang.
+    """Make the driver do now, without blocked streams, what would later wait for streams that tests block, and hang.
 
-    A stream beyond those that a context has room for waits for all work of the context (the 36th in a new process); a
-    destroyed stream leaves its room. A first fill loads kernels. Kernels of libraries may need larger stacks, for which
-    the next launch waits.
+    The creation of a stream waits for all work of the context if the context has to make space for it (the 36th in a
+    new process). The space stays after the stream is destroyed. A first fill loads kernels. Kernels of libraries may
+    need larger stacks, for which the next launch waits.
     """
     for ordinal in range(driver.cuDeviceGetCount()[1]):
         driver.cuCtxPushCurrent(driver.cuDevicePrimaryCtxRetain(ordinal)[1])
@@ -183,7 +190,9 @@ def _warm_up(driver: Any) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def module_state(request: pytest.FixtureRequest, on_cuda: bool, lasting_drivers: list[Any]) -> Iterator[None]:
-    """Each module finds the process and its devices as the first one did, or the module before it fails."""
+    """Restore the state of the process and its devices after each module. The last test of a module that has changed
+    this state fails (:mod:`tests.leftovers`).
+    """
     if on_cuda:
         _warm_up(sd.real())
     end_what_was_dropped()
@@ -204,15 +213,17 @@ def module_state(request: pytest.FixtureRequest, on_cuda: bool, lasting_drivers:
 
 
 def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
-    """Drop the value of an ended fixture. pytest keeps it until the module's fixtures have ended as well, and memory
-    among the values of a module's last test would keep its pool until then.
+    """Drop the value of an ended fixture. pytest would keep the value until the module's fixtures have ended. Memory
+    among the values of a module's last test would keep its pool alive until then.
     """
     (getattr(request.node, "funcargs", None) or {}).pop(fixturedef.argname, None)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Open the gate of a test that failed before it did, or the fixtures that wait for streams never end."""
+    """Open the gate of a test that failed before it opened the gate. Otherwise fixtures would wait for blocked streams
+    for ever.
+    """
     held = getattr(item, "funcargs", {}).get("gate")
     if isinstance(held, Gate):
         held.open()
@@ -220,7 +231,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def supported(request: pytest.FixtureRequest) -> None:
-    """Skips a test with the mark ``supports`` on a device that lacks something of it."""
+    """Skip a test with the mark ``supports`` if device 0 lacks a capability that the mark names."""
     wanted = [name for mark in request.node.iter_markers("supports") for name in mark.args]
     if wanted:
         found = request.getfixturevalue("device").supports
@@ -231,7 +242,7 @@ def supported(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def machine(streamalloc_machine: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The driver under test, as a user would name it; a fresh machine for each test where it is simulated."""
+    """Driver under test. A simulated machine is new for each test, except with ``--one-machine``."""
     # Not before pytest has loaded it itself.
     from streamalloc.testing.plugin import is_lasting
 
@@ -260,12 +271,12 @@ def machine(streamalloc_machine: Any, request: pytest.FixtureRequest) -> Iterato
 
 @pytest.fixture(scope="session")
 def primary_contexts(streamalloc_primary_contexts: None) -> None:
-    """Keeps the real devices' primary contexts from test to test."""
+    """Keep the primary contexts of the real devices between tests."""
 
 
 @pytest.fixture
 def raw(machine: Any) -> Iterator[Any]:
-    """The driver under test for raw calls: initialised, with device 0's primary context current here."""
+    """Driver under test for raw calls: initialised, with device 0's primary context current on this thread."""
     assert machine.cuInit(0)[0] == 0
     result, context = machine.cuDevicePrimaryCtxRetain(0)
     assert result == 0
@@ -279,7 +290,7 @@ def raw(machine: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def collecting() -> Iterator[None]:
-    """The collector runs all the time, and threads change places."""
+    """During the test, make the garbage collector run often, and Python switch threads often."""
     before, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.freeze()
     gc.set_threshold(20)
@@ -292,19 +303,21 @@ def collecting() -> Iterator[None]:
 
 @pytest.fixture
 def faults(streamalloc_faults: Faults) -> Faults:
-    """The driver under test, as ``machine`` has it, too: it refuses the calls that ``fail`` names."""
+    """Driver under test, the same as ``machine``. It refuses the calls that its method ``fail`` names."""
     return streamalloc_faults
 
 
 @pytest.fixture
 def traced(machine: Any) -> Any:
-    """The driver under test, with its calls recorded. ``device`` is of it in a test that takes both."""
+    """Driver under test that records its calls. In a test that also takes ``device``, the device uses this driver."""
     return sd.traced(machine)
 
 
 @pytest.fixture
 def checker(machine: Any, request: pytest.FixtureRequest) -> Any:
-    """The driver under test, or ``traced`` of it, behind a checker. ``device`` is of it in a test that takes both."""
+    """Checker around the driver under test, or around ``traced`` if the test takes it. In a test that also takes
+    ``device``, the device uses this driver.
+    """
     return sd.checked(request.getfixturevalue("traced") if "traced" in request.fixturenames else machine)
 
 
@@ -317,13 +330,13 @@ def device(machine: Any, request: pytest.FixtureRequest) -> sa.Device:
 
 @pytest.fixture
 def peer(machine: Any) -> sa.Device:
-    """Device 1, for tests marked ``gpus(2)``."""
+    """Device 1, for tests with the mark ``gpus(2)``."""
     return sa.Device(1)
 
 
 @pytest.fixture
 def stream(device: sa.Device) -> Iterator[sa.Stream]:
-    """A non-blocking stream of device 0."""
+    """Non-blocking stream of device 0."""
     with device.create_stream() as stream:
         yield stream
         if not stream.closed:
@@ -332,28 +345,30 @@ def stream(device: sa.Device) -> Iterator[sa.Stream]:
 
 @pytest.fixture
 def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
-    """A pool of device 0 that keeps all it reserves."""
+    """Pool of device 0 that keeps all memory that it reserves."""
     with sa.MemoryPool(device, release_threshold=KEEP) as pool:
         yield pool
 
 
 @pytest.fixture
 def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
-    """A cache over the test's pool."""
+    """Cache over the fixture ``pool``."""
     with sa.CachingAllocator(pool) as cache:
         yield cache
 
 
 @pytest.fixture
 def gate(device: sa.Device) -> Iterator[Gate]:
-    """A gate that holds streams of device 0; it is open when the test has ended."""
+    """Gate that blocks streams of device 0. It is opened at the end of the test."""
     with Gate(device) as gate:
         yield gate
 
 
 @pytest.fixture
 def python(on_cuda: bool) -> Callable[..., CompletedProcess[str]]:
-    """Runs Python code in a new process whose default driver is the kind under test; ``None`` unsets a variable."""
+    """Function that runs Python code in a new process, whose default driver is of the kind under test. Its keyword
+    arguments are environment variables; ``None`` removes one.
+    """
 
     def run(code: str, **environment: str | None) -> CompletedProcess[str]:
         return processes.finished(processes.python(code), on_cuda, **environment)

@@ -1,4 +1,4 @@
-"""Processes of another simulated machine of the IMEX domain."""
+"""Partners on another simulated machine of the same IMEX domain."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from tests.processes import Opened, Partner, There
 
 
 class Host(Partner):
-    """A process of another machine: bytes go there and come back, and no file descriptor."""
+    """Process on another simulated machine. Bytes can be sent to it and received, but no file descriptors."""
 
     def __init__(self, name: str = "b", **machine: Any) -> None:
         super().__init__(False, fabric=True, host=name, **machine)
@@ -21,11 +21,13 @@ class Host(Partner):
         super().begin(function, *args)
 
     def opens(self, data: bytes, name: str = "it") -> Opened:
-        """Have it open a descriptor."""
+        """Make the process open the memory that ``data`` describes, and keep it under ``name``."""
         return self.open(ipc.Shared(Descriptor.from_bytes(data), {}), name, fds=())
 
     def bytes_of(self, name: str, **options: Any) -> bytes:
-        """The descriptor of what it shares. The result of share is kept there, as it is here while bytes travel."""
+        """Make the process share what it keeps under ``name``, and return the descriptor as bytes. The process keeps
+        the result of ``ipc.share``, so that the descriptor stays valid.
+        """
         data: bytes = self.run(share_bytes, name, options)
         return data
 
@@ -35,5 +37,5 @@ def _settle_on(there: There, name: str) -> None:
 
 
 def share_bytes(there: There, name: str, options: dict[str, Any]) -> bytes:
-    """Share what is kept under a name: the descriptor."""
+    """Share what is kept under ``name``, keep the result, and return the descriptor as bytes."""
     return bytes(there.keep(f"shared {name}", ipc.share(there.kept[name], **options)))

@@ -1,4 +1,4 @@
-"""Interleavings of two threads, one at each bytecode of a function: a lock that was removed shows."""
+"""Interleavings of two threads, one for each bytecode of a function. A test over all of them notices a missing lock."""
 
 import contextlib
 import sys
@@ -14,9 +14,9 @@ __all__ = ["interleaved"]
 T = TypeVar("T")
 
 _BLOCKED = 0.0007
-"""Seconds without a step, after which the second thread is taken to wait for a lock of the first."""
+"""Seconds without a step after which the second thread counts as waiting for a lock of the first thread."""
 _MOST = 0.1
-"""Seconds after which the first thread goes on in any case, as the second may poll."""
+"""Seconds after which the first thread continues in any case, because the second thread may poll."""
 
 
 def interleaved(
@@ -29,8 +29,10 @@ def interleaved(
 ) -> Iterator[T]:
     """Yield the result of ``make`` after ``first`` and ``second`` ran on it in two threads, for each interleaving.
 
-    ``second`` begins at one bytecode of ``function``, which ``first`` calls: at the first one, then at the next. The
-    first thread goes on when the second has ended, or waits for a lock. With ``at="line"``, it begins at lines only.
+    ``first`` calls ``function``. ``second`` begins at one bytecode of ``function``: in the first interleaving at its
+    first bytecode, then at the next. The first thread continues when the second thread has ended or waits for a lock.
+    With ``at="line"``, ``second`` begins only at lines. Raises the first error of a thread, and AssertionError if
+    ``function`` was not called or the threads wait for each other.
     """
     codes = _codes(function.__code__)
     step = 0
@@ -95,7 +97,7 @@ def _run(
 
 
 def _let_run(thread: threading.Thread) -> None:
-    """Wait until a thread has ended, or waits itself."""
+    """Wait until a thread has ended or sleeps, for 0.1 s at most."""
     step = ""
     until = time.monotonic() + _MOST
     while thread.is_alive() and time.monotonic() < until:
@@ -107,7 +109,7 @@ def _let_run(thread: threading.Thread) -> None:
 
 
 def _steps(thread: threading.Thread) -> str:
-    """State of a thread and how often the system has switched from it; empty after its end."""
+    """Return the state of a thread and the numbers of its context switches, as text; empty after the thread's end."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
         return "".join(line for line in lines if line.startswith("State") or "ctxt_switches" in line)

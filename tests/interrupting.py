@@ -1,11 +1,14 @@
-"""Exceptions out of signal handlers: at the n-th point of a block, or at random times.
+"""Exceptions that signal handlers raise: at the n-th point of a block (:class:`Interrupt`), or at random times
+(:class:`interrupts`).
 
-The rule for the package: such an exception never corrupts and never wedges, and at most the one object that was being
-made leaks. CPython runs a handler where a function of Python begins and where one of C has returned; so
-:class:`Interrupt` raises at the n-th of these points. Points inside of the driver do not count, for a real one has
-none; nor do those of finalisers, out of which nothing is raised, and the first one of an ``__exit__``, which no Python
-program can guard, as little as the moments when a condition of :mod:`threading` has taken its lock, or has released it
-to wait.
+The rule for the package: such an exception corrupts nothing and causes no deadlock, and at most the one object that was
+being made leaks. CPython runs a handler at the beginning of a Python function and after the return of a C function.
+:class:`Interrupt` raises at the n-th of these points. These points do not count:
+
+* points inside of the driver, because a real driver has none;
+* points of finalisers, because Python drops their exceptions;
+* the first point of an ``__exit__``, which no Python program can guard;
+* the points at which a condition of :mod:`threading` has acquired its lock, or has released the lock to wait.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ __all__ = ["Interrupt", "Interrupted", "interrupts", "lost_one", "since_3_11"]
 since_3_11 = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="Python 3.10 looks for signals also when a function of Python returns"
 )
-"""For tests of signals at random times."""
+"""Mark that skips tests of signals at random times on Python 3.10."""
 
 _PACKAGE = os.path.dirname(streamalloc.__file__)
 _DRIVERS = tuple(f"{_PACKAGE}/{folder}/" for folder in ("checker", "driver", "simulator"))
@@ -42,24 +45,25 @@ _OF_CONDITIONS = tuple(
     vars(threading.Condition)[name].__code__ for name in ("__enter__", "_release_save", "_acquire_restore")
 )
 _RELEASE = "_release_save"
-"""The function of C by which a condition with an ``RLock`` releases it."""
+"""Name of the C function by which a condition releases its ``RLock``."""
 
 
 class Interrupted(BaseException):
-    """The exception that the handler raises."""
+    """Exception that the signal handler raises."""
 
 
 class Interrupt:
-    """A block in which the n-th point raises :class:`Interrupted`; with 0 none does, and the points are recorded.
+    """Context manager in whose block the n-th point raises :class:`Interrupted`. With 0 no point raises, and the points
+    are recorded.
 
-    ``finalisers``: whether their points count, too. Python drops what comes out of one.
+    ``finalisers``: whether the points of finalisers count, too. Python drops the exception of a finaliser.
     """
 
     def __init__(self, nth: int = 0, *, finalisers: bool = False) -> None:
         self.left = nth
-        """The number of points to come before the one that raises."""
+        """Number of points that are left until a point raises."""
         self.came = ""
-        """Place that raised; empty before."""
+        """Place of the point that raised, as text; empty before."""
         self._finalisers = finalisers
         self._points: list[tuple[CodeType, str]] = []
         self._inside: FrameType | None = None
@@ -80,11 +84,13 @@ class Interrupt:
             self._hook(found)
 
     def __iter__(self) -> Iterator[int]:
-        """The numbers of the recorded points."""
+        """Iterate over the numbers of the recorded points, from 1 on."""
         return iter(range(1, len(self._points) + 1))
 
     def distinct(self) -> list[int]:
-        """The numbers of the recorded points, one for each kind of event in each function of the package."""
+        """Return the numbers of recorded points, one for each kind of event in each function of the package, in
+        ascending order.
+        """
         found: dict[tuple[CodeType, str], int] = {}
         for number, point in enumerate(self._points, 1):
             if point[0].co_filename.startswith(_PACKAGE):
@@ -116,11 +122,13 @@ class Interrupt:
 
 
 class interrupts:
-    """A block in which signals arrive after random times, whose handler raises :class:`Interrupted`, to its end."""
+    """Context manager in whose block signals arrive after random times; their handler raises :class:`Interrupted`. The
+    end of the block drops this exception.
+    """
 
     def __init__(self, longest: float = 0.001) -> None:
         self.came = 0
-        """The number of times that the handler has raised."""
+        """Number of times that the handler has raised."""
         self._longest = longest
         self._over = False
         self._inside: FrameType | None = None
@@ -166,5 +174,5 @@ _AROUND = tuple(vars(interrupts)[name].__code__ for name in ("__enter__", "__exi
 
 
 def lost_one(left: Mapping[str, Sized]) -> bool:
-    """Whether no more is left than the handles of one object, of which each kind has one."""
+    """Whether at most one handle of each kind is left, as after the leak of one object."""
     return all(len(handles) <= 1 for handles in left.values())

@@ -1,4 +1,4 @@
-"""State of the process and its devices that outlives a test: a module of tests leaves it as it was.
+"""Checks that each test module leaves the state of the process and its devices as it was.
 
 :func:`watched` compares this state before and after a module, fails the module's last test if it differs, and restores
 it for later modules. The end of the session lists the differences again, one line for each.
@@ -25,16 +25,18 @@ from tests.processes import eventually
 
 MARK = "left behind by "
 SECONDS = 1.0
-"""Time in which threads and work that a module has started may end."""
+"""Seconds in which threads and work that a module has started may end."""
 _DEEPEST = 100
-"""More contexts than a thread's stack has."""
+"""Largest number of contexts that are removed from a thread's stack, which never has so many."""
 _LIBRARIES = ("cuda", "cupy", "jax", "numba", "numpy", "rmm", "streamalloc", "torch")
 _set_aside: list[Deferred] = []
-"""Items that no point of work could end: kept alive, as their finalisers must not run."""
+"""Deferred items that could not be ended. They are kept alive, because their finalisers must not run."""
 
 
 class Setting(NamedTuple):
-    """State with a name. ``restore`` gets the earlier value; without it the state cannot be restored."""
+    """State with a name. ``read`` returns its value. ``restore`` gets the earlier value; None: the state cannot be
+    restored.
+    """
 
     name: str
     read: Callable[[], Any]
@@ -45,7 +47,7 @@ class Setting(NamedTuple):
 
 
 _OF_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that libraries set, for the whole process."""
+"""Environment variables that libraries set and do not remove."""
 
 
 def _environment() -> dict[str, str]:
@@ -103,7 +105,9 @@ def _threads() -> set[threading.Thread]:
 
 
 def settings_of(driver: Any) -> list[Setting]:
-    """Settings of a driver's devices and of this thread in it, whose primary contexts are active."""
+    """Return the settings of a driver's devices, and those of this thread. The devices' primary contexts must be
+    active.
+    """
     found = [
         Setting("capture mode", lambda: _mode(driver), lambda mode: driver.cuThreadExchangeStreamCaptureMode(mode)),
         Setting("current context", lambda: int(driver.cuCtxGetCurrent()[1] or 0), lambda _: unbind_contexts(driver)),
@@ -133,16 +137,16 @@ def _mode(driver: Any) -> Any:
 
 
 def forget_library_streams(driver: Any) -> None:
-    """Forget the streams of stand-ins for libraries, which the tests have destroyed."""
+    """Remove the streams of stand-ins for libraries from the session's table, because the tests have destroyed them."""
     session = Session.of(driver)
     session.library_streams.entries.clear()
     session.library_streams.latest = object(), None
 
 
 def unbind_contexts(driver: Any) -> None:
-    """Leave this thread without a current context, as it was before the first test.
+    """Make no context current on this thread, as before the first test.
 
-    Nothing is bound again: a context that was current may be gone by now.
+    No earlier context is made current again, because it may be destroyed.
     """
     for _ in range(_DEEPEST):
         if not int(driver.cuCtxGetCurrent()[1] or 0):
@@ -152,9 +156,9 @@ def unbind_contexts(driver: Any) -> None:
 
 
 def lost_context(driver: Any) -> str:
-    """The error with which a device's primary context answers; empty if all of them work.
+    """Return the first device whose primary context fails, with the error, as text; empty if all contexts work.
 
-    After an illegal access, or a reset, every later call of the process fails.
+    After an illegal access or a reset, every later call of the process in this context fails.
     """
     for ordinal in range(driver.cuDeviceGetCount()[1]):
         failed, context = driver.cuDevicePrimaryCtxRetain(ordinal)
@@ -234,14 +238,14 @@ def _settings_of_pool(driver: Any, pool: Any, name: str) -> Iterator[Setting]:
 
 
 def deferred_items(driver: Any) -> list[Deferred]:
-    """The items that still wait after a point of work."""
+    """Make the deferred releases that are possible now, and return the items that are left."""
     queue = deferred_queue(Session.of(driver))
     queue.work()
     return [*queue.submitted, *queue._new, *queue._waiting]
 
 
 def _set_items_aside(driver: Any) -> None:
-    """Keep later tests from finding them."""
+    """Remove the deferred items from the queue, so that later tests do not find them."""
     queue = deferred_queue(Session.of(driver))
     with queue._lock:
         _set_aside.extend((*queue.submitted, *queue._new, *queue._waiting))
@@ -259,7 +263,7 @@ def _differences(name: str, before: Any, after: Any) -> list[str]:
 
 @contextlib.contextmanager
 def watched(where: str, drivers: Sequence[Any], allowed: set[str], failures: Callable[[], int]) -> Iterator[None]:
-    """Compare the state before and after.
+    """Compare the state before and after the ``with`` block, fail if it differs, and restore it.
 
     Parameters
     ----------
@@ -270,7 +274,8 @@ def watched(where: str, drivers: Sequence[Any], allowed: set[str], failures: Cal
     allowed
         Names of settings that may differ.
     failures
-        Number of failed tests: the frames of a failed test keep its objects, so that the state is restored only.
+        Function that returns the number of failed tests. If it has grown, differences are no failure, because the
+        frames of a failed test keep its objects; the state is still restored.
     """
     settings = [*PROCESS, *(setting for driver in drivers for setting in settings_of(driver))]
     failed, before, threads = failures(), [setting.read() for setting in settings], _threads()
@@ -307,7 +312,7 @@ def watched(where: str, drivers: Sequence[Any], allowed: set[str], failures: Cal
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List the leftovers of all modules."""
+    """List the differences that all modules have left, one line for each."""
     texts = [str(report.longrepr) for report in terminalreporter.stats.get("error", ())]
     lines = [line for text in texts for line in text.splitlines() if line.startswith(MARK)]
     if lines:

@@ -1,8 +1,9 @@
-"""Other processes on the GPU under test, which change its free memory and may leave too little.
+"""Repetition of tests that fail because other processes use memory of the GPU under test.
 
-A test that has read the free memory, or found none, runs again where it fails. If it fails each time, and the free
-memory changes while the test process does nothing, it is skipped with that reason. Tests of what this process holds
-read no free memory: pools have statistics, and :class:`tests.support.Account` counts physical memory.
+A test that fails runs again if it has read the free memory or found no free memory. If it fails each time, and the free
+memory changes while the test process does nothing, the test is skipped with that reason. Tests of the memory of this
+process alone do not read the free memory: pools have statistics, and :class:`tests.support.Account` counts physical
+memory.
 """
 
 import functools
@@ -19,19 +20,21 @@ __all__ = ["FreeMemory", "pytest_runtest_protocol"]
 
 _ATTEMPTS = 5
 _PAUSE = 1.0
-"""Seconds in which a neighbour may return what it has taken."""
+"""Seconds in which another process may release memory."""
 _SAMPLES, _SECONDS = 25, 0.02
-"""Readings of the free memory, and the time between two of them."""
+"""Number of readings of the free memory, and the seconds between two readings."""
 _NONE_LEFT = re.compile("OUT_OF_MEMORY|out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)")
-"""Words of the driver, of PyTorch and of cuBLAS for a device without free memory."""
+"""Texts by which the driver, PyTorch and cuBLAS report a device without free memory."""
 
 
 class FreeMemory:
-    """``cuMemGetInfo`` of the real driver, with a count of its calls."""
+    """Replacement of the real driver's ``cuMemGetInfo`` that counts the calls in ``FreeMemory.calls``."""
 
     calls = 0
     failures = 0
-    """Runs of tests that failed and were repeated, or became skipped: what their frames keep is left behind."""
+    """Number of runs of tests that failed and were repeated or skipped. Objects that the frames of these tests keep are
+    still alive.
+    """
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -58,7 +61,7 @@ def _changes() -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test of the real driver, and again where neighbours may have made it fail."""
+    """Run a test of the real driver, and repeat it if other processes may have made it fail: at most five runs."""
     from streamalloc.testing.plugin import driver_under_test
 
     if driver_under_test(item.config) != "cuda":

@@ -1,13 +1,13 @@
 """Other processes with a driver of the same kind as the one under test.
 
-:func:`finished` and :func:`started` run a program. A :class:`Partner` runs functions of the test:
-``partner.run(function, ...)`` calls ``function(there, ...)`` over there and gives what it returns; :class:`There` is
-what that process has. A :class:`Peer` makes raw driver calls one by one:
-``peer.said("cuMemPoolTrimTo", Kept("pool"), 0)`` stands for ``said(raw.cuMemPoolTrimTo(pool, 0))`` with the pool that
-the other process keeps under that name.
+:func:`finished` and :func:`started` run a program. A :class:`Partner` is another process that runs functions of the
+test: ``partner.run(function, ...)`` calls ``function(there, ...)`` in that process and returns the result. ``there``, a
+:class:`There`, has the state of that process. A :class:`Peer` makes raw driver calls one by one:
+``peer.said("cuMemPoolTrimTo", Kept("pool"), 0)`` stands for ``said(raw.cuMemPoolTrimTo(pool, 0))``, with the pool that
+the other process keeps under the name ``"pool"``.
 
-No such process has ever seen a driver of this one. A partner comes from multiprocessing's forkserver, which has
-imported modules and has used none of them, or is a fresh interpreter.
+Such a process inherits no driver of this process. A partner is started by multiprocessing's fork server, which has only
+imported modules, or is a new interpreter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.support import filled, holds, shows
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 20.0
-"""After which a test gives up."""
+"""Seconds after which a test stops waiting for another process."""
 OPAQUE_BYTES = 64
 
 _LARGEST = 1 << 17
@@ -60,14 +60,16 @@ forkserver.set_forkserver_preload(
 
 
 def start_quickly(function: Callable[..., None], *args: Any) -> Any:
-    """A process of the forkserver that calls a function; it ends without the end of an interpreter."""
+    """Start a process of the fork server that calls ``function``, and return the process. It ends without the
+    finalisation of the interpreter.
+    """
     process = forkserver.Process(target=function, args=args, daemon=True)
     process.start()
     return process
 
 
 def eventually(holds: Callable[[], object], within: float = 5.0) -> bool:
-    """Whether something comes true within a time."""
+    """Whether ``holds()`` becomes true within so many seconds."""
     end = time.monotonic() + within
     while not holds():
         if time.monotonic() > end:
@@ -80,9 +82,10 @@ def eventually(holds: Callable[[], object], within: float = 5.0) -> bool:
 
 
 def environment(on_cuda: bool = False, **variables: str | None) -> dict[str, str]:
-    """The variables of a new process that finds the project, and whose default driver is the kind under test.
+    """Return environment variables for a new process that can import the project, and whose default driver is of the
+    kind under test.
 
-    ``None`` unsets a variable.
+    ``variables``: further variables; ``None`` removes a variable.
     """
     wanted: dict[str, str | None] = {
         **os.environ,
@@ -97,19 +100,21 @@ def environment(on_cuda: bool = False, **variables: str | None) -> dict[str, str
 
 
 def python(code: str, *arguments: object) -> list[str]:
-    """The command that runs Python code with warnings as errors."""
+    """Return the command that runs Python code with warnings as errors."""
     return [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
 
 
 def fork() -> int:
-    """``os.fork``, also among threads, of which newer Pythons warn."""
+    """Call ``os.fork`` without the warning of newer Pythons about other threads."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return os.fork()
 
 
 def in_a_child(act: Callable[[], object]) -> int:
-    """The exit code of a forked child that calls a function: 0 if it returns, 1 if it raises."""
+    """Call a function in a forked child, and return the child's exit code: 0 if the function returns, 1 if it raises.
+    SIGALRM ends the child after 20 s.
+    """
     child = fork()
     if not child:
         signal.alarm(20)
@@ -124,7 +129,7 @@ def in_a_child(act: Callable[[], object]) -> int:
 def finished(
     command: Iterable[str | Path], on_cuda: bool = False, **variables: str | None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; its exit code and what it printed."""
+    """Run a program to its end, and return its exit code and output. Raises ``TimeoutExpired`` after 100 s."""
     return subprocess.run(
         list(map(str, command)),
         env=environment(on_cuda, **variables),
@@ -138,7 +143,7 @@ def finished(
 def started(
     command: Iterable[str | Path], fds: Iterable[int] = (), on_cuda: bool = False, **options: Any
 ) -> subprocess.Popen[str]:
-    """Start a program to which descriptors are passed; what it prints can be read."""
+    """Start a program, to which the descriptors ``fds`` are passed. By default its standard output is a pipe."""
     options = {"stdout": subprocess.PIPE, **options}
     return subprocess.Popen(
         list(map(str, command)), pass_fds=tuple(fds), env=environment(on_cuda), text=True, **options
@@ -149,7 +154,7 @@ def started(
 
 
 class Summary(NamedTuple):
-    """The opened object."""
+    """Class name, size in bytes and address of an object in another process; 0 without a size or an address."""
 
     kind: str
     nbytes: int
@@ -157,7 +162,7 @@ class Summary(NamedTuple):
 
 
 class Opened:
-    """Something that a partner has opened, or keeps, under a name."""
+    """Object that a partner has opened, or keeps, under a name."""
 
     def __init__(self, partner: Partner, name: str, summary: Summary) -> None:
         self.partner = partner
@@ -165,32 +170,32 @@ class Opened:
         self.kind, self.nbytes, self.address = summary
 
     def shows(self, seed: int) -> bool:
-        """Whether the pattern is there, as the partner reads it on the stream of what it opened."""
+        """Whether the memory has the pattern of ``seed``, as the partner reads it on the memory's stream."""
         return bool(self.partner.run(_shows, self.name, seed))
 
     def write(self, seed: int) -> None:
-        """Have the partner write a pattern, and wait for it."""
+        """Make the partner write the pattern of ``seed``, and wait for the write."""
         self.partner.run(_write, self.name, seed)
 
     def close(self, on: str | None = None) -> None:
-        """Close it, on a stream that is kept under a name, or on its own."""
+        """Close the object: on the stream that the partner keeps under the name ``on``, or without a stream."""
         self.partner.run(_close, self.name, on)
 
     def drop(self) -> None:
-        """Forget it, as when the last name of an object goes."""
+        """Drop the partner's reference to the object, and collect garbage there."""
         self.partner.run(_drop, self.name)
 
     def ask(self, attribute: str) -> Any:
-        """The value of an attribute."""
+        """Return the value of an attribute of the object."""
         return self.partner.run(_ask, self.name, attribute)
 
 
 class Partner:
-    """The other process, seen from here."""
+    """Another process that runs functions of the test, one after another."""
 
     def __init__(self, on_cuda: bool, fresh: bool = False, **machine: Any) -> None:
-        """``fresh``: an interpreter of its own, which ends as programs do. ``machine``: arguments of ``simulated``, and
-        ``visible``, the value of ``CUDA_VISIBLE_DEVICES`` there.
+        """``fresh``: whether the process is a new interpreter, which ends as programs do. ``machine``: arguments of
+        ``simulated``, and ``visible``, the value of ``CUDA_VISIBLE_DEVICES`` in the process.
         """
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(SECONDS)
@@ -202,7 +207,7 @@ class Partner:
             else:
                 self._process = start_quickly(serve, theirs, on_cuda, machine)
         self.tests = 0
-        """Number of tests that have used it."""
+        """Number of tests that have used the process."""
         self._over = False
         self._code: int | None = None
         self._had: set[bytes] = set()
@@ -221,12 +226,16 @@ class Partner:
         return number
 
     def begin(self, function: Callable[..., Any], *args: Any, fds: Iterable[ipc.Fd | int] = ()) -> None:
-        """Call a function over there without waiting for it: :meth:`result` does."""
+        """Call ``function`` in the other process, without waiting for the result, which :meth:`result` returns.
+        ``fds``: descriptors to send with the call.
+        """
         numbers = [fd if isinstance(fd, int) else fd.fileno() for fd in fds]
         socket.send_fds(self._socket, [pickle.dumps((function, args))], numbers)
 
     def result(self) -> Any:
-        """Return the function's result, or raise its error."""
+        """Wait for the function's result and return it, or raise the function's error. Raises ConnectionError if the
+        process has ended.
+        """
         return self._answer()[0]
 
     def run(self, function: Callable[..., Any], *args: Any, fds: Iterable[ipc.Fd | int] = ()) -> Any:
@@ -234,11 +243,11 @@ class Partner:
         return self.result()
 
     def tell(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of something that is kept there."""
+        """Call a method of the object that the process keeps under ``name``. Returns its result in plain form."""
         return self.run(_kept_call, name, method, arguments)
 
     def exchange(self, function: Callable[..., Any], *args: Any, fds: Iterable[ipc.Fd | int] = ()) -> Any:
-        """Call a function over there; what it returned, and the descriptors that came with that."""
+        """Call a function in the other process. Returns its result, and the descriptors that came with the result."""
         self.begin(function, *args, fds=fds)
         return self._answer()
 
@@ -259,9 +268,11 @@ class Partner:
     def open(
         self, shared: ipc.Shared, name: str = "", *, on: str | None = "", fds: Iterable[ipc.Fd] | None = None
     ) -> Opened:
-        """Have the partner open what was shared here; handles go along once, or as ``fds`` says.
+        """Make the partner open what this process has shared. ``fds``: descriptors to send; by default the handles,
+        which are sent only once, except those of physical memory.
 
-        ``on`` names the stream that it is opened on: that of the partner, one that is kept there, or with None none.
+        ``on``: name of the stream on which the partner opens it; ``""`` for the partner's own stream, None for no
+        stream.
         """
         if fds is None:
             # As ipc.send does: physical memory's go along every time.
@@ -273,41 +284,45 @@ class Partner:
         return Opened(self, name, Summary(*self.run(_open, name, bytes(shared), on, fds=fds)))
 
     def give(self, thing: object, name: str = "", *, on: str | None = "", **options: Any) -> Opened:
-        """Share something here, and have the partner open it."""
+        """Share an object of this process, and make the partner open it."""
         return self.open(ipc.share(thing, **options), name, on=on)
 
     def kept(self, name: str) -> Opened:
-        """The partner's object of a name."""
+        """Return the object that the partner keeps under a name."""
         return Opened(self, name, Summary(*self.run(_summary, name)))
 
     def take(self, name: str, stream: sa.Stream | None = None, **options: Any) -> Any:
-        """Have the partner share what it keeps under a name, and open it here."""
+        """Make the partner share what it keeps under a name, and open it in this process."""
         data, fds = self.shared(name, **options)
         return ipc.open(data, fds, stream=stream)
 
     def shared(self, name: str, **options: Any) -> tuple[bytes, tuple[ipc.Fd, ...]]:
-        """The descriptor that the partner shares, as received."""
+        """Make the partner share what it keeps under ``name``. Returns the descriptor as bytes, and the file
+        descriptors that came with it.
+        """
         found: tuple[bytes, tuple[ipc.Fd, ...]] = self.exchange(_share, name, options)
         return found
 
     # --- its life
 
     def reset(self) -> None:
-        """Undo there what was made there."""
+        """Close what the process keeps, and forget it."""
         self.run(_reset)
 
     def kill(self) -> None:
-        """As ``kill -9`` does."""
+        """End the process by SIGKILL, as ``kill -9`` does."""
         os.kill(self.pid, signal.SIGKILL)
         assert self.ended() == -signal.SIGKILL
 
     def end(self) -> int | None:
-        """Let it come to its end as programs do; its exit code."""
+        """Close the channel, so that the process ends as programs do, and return its exit code."""
         self._socket.close()
         return self.ended()
 
     def ended(self) -> int | None:
-        """Its exit code, once it has ended."""
+        """Wait for the end of the process for 20 s at most, and return its exit code; None if it has not ended, and is
+        killed.
+        """
         if not self._over:
             if isinstance(self._process, subprocess.Popen):
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -319,7 +334,7 @@ class Partner:
         return self._code
 
     def close(self) -> None:
-        """End it, in whatever state it is."""
+        """Kill the process, and close the channel. Idempotent."""
         self._socket.close()
         if self._over:
             return
@@ -336,26 +351,28 @@ class Partner:
 
 
 class Kept(NamedTuple):
-    """Stands for what the other process keeps under a name."""
+    """Argument that stands for what the other process keeps under a name."""
 
     name: str
 
 
 class Descriptor(NamedTuple):
-    """Stands for a descriptor of this process, and is sent along: a duplicate of it over there."""
+    """Argument that stands for a file descriptor of this process. It is sent with the call, and is a duplicate in the
+    other process.
+    """
 
     fd: int
 
 
 class Opaque(NamedTuple):
-    """Stands for a struct of the bindings that holds these 64 bytes."""
+    """Argument that stands for a struct of the bindings with these 64 bytes."""
 
     name: str
     data: bytes
 
 
 class Member(NamedTuple):
-    """Stands for a member of an enum of the bindings."""
+    """Argument that stands for a member of an enum of the bindings."""
 
     name: str
     number: int
@@ -366,26 +383,30 @@ FABRIC_HANDLE = Member("CUmemAllocationHandleType", FABRIC)
 
 
 def bytes_of(struct: Any) -> bytes:
-    """The 64 bytes of an opaque struct, which not every version of the bindings shows."""
+    """Return the 64 bytes of an opaque struct, for which some versions of the bindings have no attribute."""
     return ctypes.string_at(int(struct.getPtr()), OPAQUE_BYTES)
 
 
 def opaque(struct: Any, data: bytes) -> Any:
-    """The struct, with these bytes put into it."""
+    """Copy 64 bytes to an opaque struct, and return the struct."""
     assert len(data) == OPAQUE_BYTES
     ctypes.memmove(int(struct.getPtr()), data, OPAQUE_BYTES)
     return struct
 
 
 class Peer(Partner):
-    """Another process in which driver calls are made one by one; device 0's primary context is current there."""
+    """Another process in which driver calls are made one by one, with device 0's primary context current."""
 
     def said(self, function: str, *arguments: Any, keep: str | None = None) -> str:
-        """The result code of a driver call; what it returns is kept under a name if one is given."""
+        """Make a driver call, and return the name of its result code. ``keep``: name under which the process keeps the
+        returned values; None: they are not kept.
+        """
         return str(self._ask(_raw_call, function, arguments, keep)[0])
 
     def value(self, function: str, *arguments: Any, keep: str | None = None) -> Any:
-        """Result of a successful driver call: a handle as a number, an opaque struct as bytes."""
+        """Make a driver call that must succeed, and return its values: a handle as a number, an opaque struct as bytes.
+        ``keep`` as for :meth:`said`.
+        """
         result, returned = self._ask(_raw_call, function, arguments, keep)
         assert result == "SUCCESS", (function, result)
         return returned
@@ -396,7 +417,7 @@ class Peer(Partner):
         return self._ask(_rig_call, method, arguments, keep, options)
 
     def fetch(self, fd: int) -> int:
-        """A duplicate of a descriptor of the other process."""
+        """Return a duplicate of a file descriptor of the other process."""
         number: int = self.exchange(_fetch, fd)[1][0].detach()
         return number
 
@@ -420,20 +441,20 @@ class There:
         self.stream = self.device.create_stream()
         self.kept: dict[str, Any] = {"stream": self.stream}
         self.came: tuple[ipc.Fd, ...] = ()
-        """The descriptors that came with the call."""
+        """Descriptors that came with the current call."""
         self.goes: tuple[ipc.Fd, ...] = ()
-        """The descriptors that go back with the answer."""
+        """Descriptors that are sent with the result of the current call."""
         self.rig: Rig | None = None
-        """For raw calls, once there was one."""
+        """Rig for raw calls; None before the first raw call."""
         self.received: list[ipc.Fd] = []
-        """Handles of raw calls, open until the next reset."""
+        """Descriptors that came with raw calls. They are open until the next reset."""
 
     def keep(self, name: str, thing: Any) -> Any:
         self.kept[name] = thing
         return thing
 
     def send(self, fd: int) -> None:
-        """Have a duplicate of a descriptor go back with the answer."""
+        """Send a duplicate of a descriptor with the result of the current call."""
         self.goes = (ipc.Fd(os.dup(fd)),)
 
     def open(self, data: bytes, stream: sa.Stream | None = None) -> Any:
@@ -446,12 +467,14 @@ def holds_there(there: There, name: str, value: int) -> bool:
 
 
 def serve_fd(number: int, on_cuda: bool, machine: dict[str, Any]) -> None:
-    """Main function of a fresh interpreter, until the channel is closed."""
+    """Run :func:`serve` in a new interpreter. ``number``: descriptor of the channel."""
     serve(socket.socket(fileno=number), on_cuda, machine)
 
 
 def serve(theirs: socket.socket, on_cuda: bool, machine: dict[str, Any]) -> None:
-    """Main loop of the other process, until the channel is closed."""
+    """Run the functions that the channel ``theirs`` brings, until this process's partner closes it. Main loop of the
+    other process.
+    """
     warnings.simplefilter("error")
     # Collections then look at what the tests have made, not at all that was imported.
     gc.freeze()
@@ -550,7 +573,7 @@ def _ask(there: There, name: str, attribute: str) -> Any:
 
 
 def rig_of(there: There) -> Rig:
-    """The rig of that process, with device 0's primary context current."""
+    """Return the process's rig. The first call makes the rig, and device 0's primary context current."""
     if there.rig is None:
         raw = there.driver
         assert raw.cuInit(0)[0] == 0
@@ -599,7 +622,7 @@ def _fetch(there: There, fd: int) -> None:
 
 
 def _objects(there: There, arguments: tuple[Any, ...]) -> list[Any]:
-    """Objects of that process for the arguments."""
+    """Return the objects of the other process for which the arguments stand."""
     fds = list(there.came)
     there.received += fds
     return [_object(there, one, fds) for one in arguments]
@@ -618,7 +641,9 @@ def _object(there: There, one: Any, fds: list[ipc.Fd]) -> Any:
 
 
 def _plain(returned: Any) -> Any:
-    """The form of a value that can be sent: numbers, text, several of these, and the bytes of opaque structs."""
+    """Return a value in a form that can be sent: numbers, text, bytes of opaque structs, and lists and dictionaries of
+    these; None for other values.
+    """
     if isinstance(returned, (list, tuple)):
         return [_plain(one) for one in returned]
     if isinstance(returned, dict):

@@ -1,4 +1,4 @@
-"""Helpers of several test modules."""
+"""Helpers that several test modules use."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def read(memory: sa.Memory) -> Bytes:
-    """The bytes of some memory, once all that its stream has queued is done."""
+    """Return the bytes of ``memory``, after all work of its stream."""
     target = np.zeros(memory.nbytes, np.uint8)
     _bytes_of(memory).copy_to(target)
     memory.stream.synchronize()
@@ -59,12 +59,14 @@ def _bytes_of(memory: sa.Memory) -> sa.Memory:
 
 
 def holds(memory: sa.Memory, value: int) -> bool:
-    """Whether every byte of some memory has this value."""
+    """Whether every byte of ``memory`` has this value, after all work of its stream."""
     return bool((read(memory) == value).all())
 
 
 def later_memory_is_whole(pool: sa.Allocator, nbytes: int, stream: sa.Stream, gate: Gate) -> bool:
-    """Whether work that the gate holds until now does not overwrite memory that is allocated and filled before."""
+    """Whether newly allocated memory is intact after the gate was opened: the work that the gate blocked does not
+    overwrite it. Opens ``gate``.
+    """
     with pool.allocate(nbytes, stream) as again:
         again.fill(2)
         gate.open()
@@ -73,24 +75,28 @@ def later_memory_is_whole(pool: sa.Allocator, nbytes: int, stream: sa.Stream, ga
 
 
 def pattern(nbytes: int, seed: int = 0) -> Bytes:
-    """Bytes of which no 4 KiB are like any other, so that a page in the wrong place shows."""
+    """Return bytes in which no two blocks of 4 KiB are equal, so that a page in the wrong place is noticed. Another
+    ``seed`` gives other bytes.
+    """
     words = np.arange(seed * 7919, seed * 7919 + -(-nbytes // 4), dtype=np.uint32) * np.uint32(2654435761)
     data: Bytes = words.view(np.uint8)[:nbytes]
     return data
 
 
 def filled(memory: sa.Memory, seed: int, stream: sa.Stream | None = None) -> None:
-    """Queue a pattern into memory."""
+    """Queue a copy of :func:`pattern` into ``memory``, on ``stream`` (default: the memory's own)."""
     _bytes_of(memory).copy_from(pattern(memory.nbytes, seed), stream)
 
 
 def shows(memory: sa.Memory, seed: int) -> bool:
-    """Whether memory has the pattern, once what its stream has queued is done."""
+    """Whether ``memory`` has the bytes of :func:`pattern`, after all work of its stream."""
     return bool(np.array_equal(read(memory), pattern(memory.nbytes, seed)))
 
 
 def executed(stream: sa.Stream, within: float = 10.0) -> bool:
-    """Whether the stream's work is done within a time. Asking is no synchronisation, so frees stay unobserved."""
+    """Whether the stream's work is done within so many seconds. A query is no synchronisation, so pools do not observe
+    completed frees.
+    """
     end = time.monotonic() + within
     while not stream.query():
         if time.monotonic() > end:
@@ -100,13 +106,15 @@ def executed(stream: sa.Stream, within: float = 10.0) -> bool:
 
 
 def pending(stream: sa.Stream) -> bool:
-    """Whether the stream still has work after a moment in which it could have run it."""
+    """Whether the stream still has work after 5 ms, in which unblocked work would have run."""
     time.sleep(0.005)
     return not stream.query()
 
 
 def in_threads(*bodies: Callable[[], T]) -> list[T]:
-    """Results of functions that run at once, each in a new thread. Raises the error of the first that fails."""
+    """Run functions at the same time, each in a new thread, and return their results in order. Raises the error of the
+    first function, in this order, that has failed.
+    """
     start = threading.Barrier(len(bodies))
 
     def run(body: Callable[[], T]) -> T:
@@ -118,9 +126,9 @@ def in_threads(*bodies: Callable[[], T]) -> list[T]:
 
 
 def collect_and_freeze() -> None:
-    """Collect, and exempt what is left from later collections.
+    """Collect garbage, and exempt the objects that are left from later collections (``gc.freeze``).
 
-    Each sixteenth time the exempt objects are collected as well: machines that lived at a time before are among them.
+    Every sixteenth call also collects exempt objects, among which are machines of earlier tests.
     """
     if next(_collections) % 16 == 0:
         gc.unfreeze()
@@ -132,7 +140,9 @@ _collections = itertools.count(1)
 
 
 def library(name: str) -> Any:
-    """Another library's module; skips the test where it is not installed or cannot be loaded."""
+    """Return the module ``name`` of another library. Skips the test if that is not possible, because the module is not
+    installed or cannot be loaded.
+    """
     if name not in _not_loaded:
         before = set(sys.modules)
         try:
@@ -148,11 +158,12 @@ def library(name: str) -> Any:
 
 
 _not_loaded: dict[str, str] = {}
-"""Reasons by the names of modules: to import some libraries again after a failure ends the process."""
+"""Why modules were not loaded, by name. A failed import is not repeated, because some libraries then end the process.
+"""
 
 
 def workout(examples: int, steps: int, **more: Any) -> Any:
-    """Settings of Hypothesis for a state machine: the same sequences in each run, however long they take."""
+    """Return settings of Hypothesis for a state machine: the same sequences in each run, without a time limit."""
     # Not a requirement of the other tests.
     from hypothesis import HealthCheck, settings
 
@@ -168,8 +179,8 @@ def workout(examples: int, steps: int, **more: Any) -> Any:
 
 
 def bytecodes(work: Callable[[], object], counts: Callable[[FrameType], bool] = lambda frame: True) -> int:
-    """The number of bytecodes that a call runs in this thread, in the frames that count: a cost that no other process
-    changes. No collection comes in between: its finalisers would count.
+    """Return the number of bytecodes that ``work()`` runs in this thread, in frames for which ``counts`` is true. Other
+    processes do not change this measure of cost. The collector is off meanwhile, because its finalisers would count.
     """
     count = 0
 
@@ -196,11 +207,15 @@ def bytecodes(work: Callable[[], object], counts: Callable[[FrameType], bool] = 
 
 
 SEED = os.environ.setdefault("STREAMALLOC_TEST_SEED", time.strftime("%Y%m%d", time.gmtime()))
-"""Chooses what sweeps try: the day, unless it is set; ``all`` for everything. The processes of a run inherit it."""
+"""Seed of the samples that sweeps try: the date, unless the environment sets it; ``all``: sweeps try everything. The
+processes of a run inherit the seed.
+"""
 
 
 def sampled(points: Iterable[T], count: int) -> list[T]:
-    """So many of the points of a sweep, in their order: others each day."""
+    """Return ``count`` of the points of a sweep, in their order. Each day has another sample; with the seed ``all``,
+    all points are returned.
+    """
     points = list(points)
     if SEED == "all" or len(points) <= count:
         return points
@@ -208,15 +223,17 @@ def sampled(points: Iterable[T], count: int) -> list[T]:
 
 
 def every(step: int) -> itertools.count[int]:
-    """One number of so many, from 1 on, for sweeps whose end is not known: others each day."""
+    """Return an endless count with the given step, for sweeps whose end is not known. It begins between 1 and ``step``,
+    each day elsewhere. With the seed ``all`` it has every number from 1 on.
+    """
     return itertools.count(1) if SEED == "all" else itertools.count(1 + random.Random(SEED).randrange(step), step)
 
 
 def in_a_thread(function: Callable[P, T]) -> Callable[P, T]:
-    """Has a function run in a thread of its own.
+    """Make a function run in a thread of its own.
 
-    For tests that make many calls: those of the main thread take half as long again on the simulated driver, which
-    replaces the handlers of signals during each.
+    This is for tests that make many calls. On the simulated driver, a call of the main thread takes half as long again,
+    because the driver replaces the signal handlers during the call.
     """
 
     @functools.wraps(function)
@@ -228,15 +245,16 @@ def in_a_thread(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def names(driver: Any, *functions: str) -> list[str]:
-    """The calls that a traced driver recorded, only those of the given functions if any are given."""
+    """Return the names of the calls that a traced driver has recorded; only those of ``functions`` if any are given."""
     return [call.name for call in driver.calls if not functions or call.name in functions]
 
 
 def makes_no_multicast_object(create: Callable[..., Any]) -> Callable[..., Any]:
-    """The bindings' ``cuMulticastCreate`` for machines where no test may make an object.
+    """Return a replacement of the bindings' ``cuMulticastCreate`` for machines on which no test may make a multicast
+    object.
 
-    It has the same signature, and refuses the arguments that the bindings refuse before they call the driver. All that
-    would reach the driver is an error of the test.
+    The replacement has the same signature. Arguments that the bindings refuse, it passes to the bindings. A call that
+    would reach the driver raises ``AssertionError``, as an error of the test.
     """
 
     @functools.wraps(create)
@@ -250,7 +268,7 @@ def makes_no_multicast_object(create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def end_what_was_dropped() -> None:
-    """Come by a point of work of all drivers, also of machines that no test uses any more."""
+    """Make the deferred releases of all drivers, also of machines that no test uses any more."""
     for queue in list(deferred._unfinished):
         with contextlib.suppress(sa.CudaError):  # a machine that has ended
             while queue.work() or any([*queue._working.values()]):  # another thread attempts an item
@@ -258,7 +276,9 @@ def end_what_was_dropped() -> None:
 
 
 def end_simulated_machines() -> None:
-    """Wait for the machines that nobody refers to any more: one with work under way ends in a thread of its own."""
+    """Wait for the end of simulated machines to which no reference is left. A machine with running work ends on its own
+    thread.
+    """
     gc.collect()
     ending = True
     while ending:
@@ -270,19 +290,23 @@ def end_simulated_machines() -> None:
 
 
 def open_descriptors() -> int:
-    """The number of descriptors that this process has, once what was dropped has ended."""
+    """Return the number of file descriptors of this process, after the release of dropped objects."""
     end_simulated_machines()
     end_what_was_dropped()
     return len(os.listdir("/proc/self/fd"))
 
 
 class Account:
-    """A driver around another one that keeps account of what is made, and of what is mapped where. It may fail."""
+    """Drivers around ``machine`` that record its calls and unreleased handles, and can refuse a call. Tests use
+    :attr:`driver`.
+    """
 
     def __init__(
         self, machine: Any, fault: str | int | None = None, nth: int = 1, result: str = "CUDA_ERROR_UNKNOWN"
     ) -> None:
-        """``fault``, ``nth`` and ``result``: as ``faulty`` has them."""
+        """``fault``, ``nth`` and ``result``: as for :func:`streamalloc.driver.faulty`; without ``fault`` no call is
+        refused.
+        """
         self.traced = sd.traced(machine)
         self.checked = sd.checked(self.traced)
         # A call that never comes: the wrapper then only counts.
@@ -294,7 +318,7 @@ class Account:
 
     @property
     def mapped(self) -> dict[int, int]:
-        """The mappings that are live: address and size."""
+        """Sizes of the current mappings in bytes, by address."""
         end_what_was_dropped()
         made = [call.args for call in self.traced.calls if call.name == "cuMemMap" and not call.answer[0]]
         sizes = {int(address): int(size) for address, size, *_ in made}
@@ -302,7 +326,7 @@ class Account:
 
     @property
     def physical_bytes(self) -> int:
-        """The physical memory that was made and not released: of this process alone, on whatever device."""
+        """Bytes of physical memory that this process has made and not released, on all devices."""
         left = self.left.get("physical memory", ())
         made = [call for call in self.traced.calls if call.name == "cuMemCreate" and not call.answer[0]]
         sizes = {int(call.answer[1]): int(call.args[0]) for call in made}
@@ -310,7 +334,7 @@ class Account:
 
     @property
     def left(self) -> dict[str, Any]:
-        """Whatever was made and not given back, once what was dropped has had its turn."""
+        """Handles and addresses that are not released, by kind, after the release of dropped objects."""
         end_what_was_dropped()
         if self.checked.outstanding():
             # A pool ends once the host has synchronised with its frees.
@@ -321,12 +345,12 @@ class Account:
         return dict(self.checked.outstanding())
 
     def calls(self, *functions: str) -> list[str]:
-        """The calls so far, only those of the given functions if any are given."""
+        """Return the names of the calls so far; only those of ``functions`` if any are given."""
         return [call.name for call in self.traced.calls if not functions or call.name in functions]
 
 
 class NoHostMemory:
-    """A driver that pins no host memory once it was told so, by any of the calls that do."""
+    """Drivers that refuse, from :meth:`begin` to :meth:`stop`, all calls that pin host memory. Tests use ``driver``."""
 
     CALLS = ("cuMemHostRegister", "cuMemAllocFromPoolAsync", "cuMemHostAlloc")
 
@@ -338,7 +362,7 @@ class NoHostMemory:
         self.driver = self._layers[-1]
 
     def begin(self, registered: int = 0) -> None:
-        """Refuse all calls after so many that register memory."""
+        """Refuse the calls that pin memory. The first ``registered`` calls of ``cuMemHostRegister`` still succeed."""
         for layer, call in zip(self._layers, self.CALLS, strict=True):
             layer.fail(call, registered + 1 if call == self.CALLS[0] else 1, times=1000)
 
@@ -349,7 +373,7 @@ class NoHostMemory:
 
 
 def each_raises(error: Any, *uses: Callable[[], object], match: str | None = None) -> None:
-    """Have each use raise this error, with a text that matches."""
+    """Assert that each use raises this error, with a text that matches ``match``."""
     __tracebackhide__ = True  # pytest shows the line of the test
     for number, use in enumerate(uses, 1):
         try:
@@ -361,7 +385,7 @@ def each_raises(error: Any, *uses: Callable[[], object], match: str | None = Non
 
 @contextlib.contextmanager
 def soon(call: Callable[[], object], seconds: float = 0.02) -> Iterator[None]:
-    """Call a function on another thread a moment later, while the block waits for what it does."""
+    """Call a function on another thread after ``seconds``, while the ``with`` block waits for its effect."""
     timer = threading.Timer(seconds, call)
     timer.start()
     try:
@@ -372,7 +396,9 @@ def soon(call: Callable[[], object], seconds: float = 0.02) -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured(driver: Any, stream: Any, mode: str = "GLOBAL") -> Iterator[None]:
-    """A block in which other code captures a stream, one of ours or a handle; the capture ends well."""
+    """Within the ``with`` block, other code captures ``stream``, which is a :class:`Stream` or a handle. Asserts that
+    the capture ends without an error.
+    """
     raw = cuda.CUstream(int(getattr(stream, "handle", stream)))
     assert not driver.cuStreamBeginCapture(raw, getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}"))[0]
     try:
@@ -383,7 +409,7 @@ def captured(driver: Any, stream: Any, mode: str = "GLOBAL") -> Iterator[None]:
 
 
 class Replaced:
-    """A driver with some functions, or other attributes, of the test."""
+    """Driver in which ``others`` replace functions or other attributes."""
 
     def __init__(self, driver: Any, **others: Any) -> None:
         self._driver = driver
@@ -402,6 +428,8 @@ def is_open(number: int) -> bool:
 
 
 def public_names(module: Any) -> list[str]:
-    """The names of ``__all__``. That of the package itself is short, for ``help``: those that completion offers."""
+    """Return the names of a module's ``__all__``. The ``__all__`` of the package itself is short, for ``help``, so this
+    function returns the names of ``dir`` for the package.
+    """
     whole = module.__name__ == "streamalloc"
     return [name for name in dir(module) if not name.startswith("_")] if whole else [*module.__all__]
