@@ -64,8 +64,8 @@ _EITHER = {"array": Array, "mipmap": MipmappedArray}
 
 
 class ArrayCalls(CopyCalls):
-    """The calls cuArray*, cuMipmappedArray* and cuMemMapArrayAsync, and copies of lines, planes and boxes from and to
-    arrays.
+    """The calls cuArray*, cuMipmappedArray* and cuMemMapArrayAsync, and the copies that can be from or to arrays:
+    cuMemcpy2D*, cuMemcpy3D* without batches, cuMemcpyAto* and cuMemcpy*toA.
     """
 
     def __init__(self, spec: MachineSpec) -> None:

@@ -35,9 +35,9 @@ _IN_HOST_FUNCTIONS = re.compile(
 
 
 def call(body: Method, *first: Any, **kinds: Any) -> Any:
-    """Make a method that stands for each driver call to whose name it is assigned. Its parameters are those of the call
-    in the bindings. The method calls ``body`` with ``first`` before the arguments. ``kinds``: for parameters by name, a
-    kind that differs from :func:`.arguments.usual`.
+    """Make a method that is assigned to the names of one or more driver calls. Its parameters are those of the call in
+    the bindings. The method calls ``body`` with ``first`` and then the arguments of the call. ``kinds``: for parameters
+    by name, a kind that differs from :func:`.arguments.usual`.
     """
 
     def method(self: Calls, *given: Any) -> Any:
@@ -67,11 +67,13 @@ def driver_call(name: str, method: Method) -> Method:
     """Make a driver call from a method that returns its results and raises :class:`Fault`.
 
     The call returns a tuple of the result code and as many values as in the bindings; after a failure the values are
-    None. The annotations of the method, or else the parameters in the bindings (:func:`call`), determine how the
-    arguments are converted, and which objects are looked up.
+    None. A fault or an ``OSError`` is a failure; all other exceptions are raised, such as :class:`NotModelled` and the
+    bindings' errors for arguments. The annotations of the method, or else the parameters in the bindings
+    (:func:`call`), determine how the arguments are converted, and which objects are looked up.
 
-    The steps of a call: refuse it at interpreter exit or before ``cuInit``, convert the arguments, take the lock, look
-    up the objects, run the method, release the lock, make the tuple.
+    The steps of a call: refuse it at interpreter exit or before ``cuInit``, convert the arguments, refuse it in a host
+    function that may not make this call, take the lock, look up the objects, run the method, release the lock, make the
+    tuple.
 
     The function binds names of the module to local names, because at the exit of the interpreter the names of a module
     may be gone, and even builtins.

@@ -56,7 +56,9 @@ _FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
 
 
 class ContextCalls(Calls):
-    """The calls cuInit, cuDriverGetVersion, cuDevice*, cuGetError* and cuCtx*."""
+    """The calls cuInit, cuDriverGetVersion, cuGetError*, cuCtx*, cuProfiler* and cuFlushGPUDirectRDMAWrites, and
+    cuDevice* without those for pools and graph memory.
+    """
 
     def cuInit(self, Flags: UnsignedInt) -> None:
         check(Flags == 0)
@@ -130,7 +132,8 @@ class ContextCalls(Calls):
 
     def cuDeviceGetByPCIBusId(self, pciBusId: Any) -> Any:
         """Return the device with a PCI name. The name is that of cuDeviceGetPCIBusId; the domain or the function may be
-        missing.
+        missing. Gives CUDA_ERROR_INVALID_VALUE for a text of another form, and CUDA_ERROR_INVALID_DEVICE if no device
+        has the name.
         """
         read = need(_PCI.match(bytes(pciBusId).partition(b"\0")[0].lower()))
         wanted = [int(part or b"0", 16) for part in read.groups()]
@@ -345,7 +348,7 @@ class ContextCalls(Calls):
     # -- events of all streams -------------------------------------------------------------------------------
 
     def cuCtxWaitEvent(self, hCtx: Context, hEvent: QueueEvent) -> None:
-        """Make all later work of the context wait, also in streams that are created later.
+        """Make all later work of the context wait for the event, also in streams that are created later.
 
         The wait itself is no work: a stream without later work counts as idle (observed on H200: test_limits).
         """

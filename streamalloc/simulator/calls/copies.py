@@ -1,5 +1,5 @@
-"""Fills and copies in one, two and three dimensions, and batches of copies: ``cuMemset*`` and ``cuMemcpy*``. Copies of
-arrays are in :mod:`.arrays`.
+"""Fills, copies, and batches of copies: ``cuMemset*`` and ``cuMemcpy*``. The calls for single copies of several rows,
+``cuMemcpy2D*`` and ``cuMemcpy3D*``, are in :mod:`.arrays`, because their source or target can be an array.
 
 A call checks ranges, alignment and access. The operation that it queues checks that the memory exists when it moves the
 bytes.
@@ -35,8 +35,8 @@ within the operation, the number of bytes to write.
 class PlannedCopy(Operation):
     """Operation that writes bytes in steps of limited size.
 
-    If memory was unmapped since the call, all later calls in the context fail (CUDA_ERROR_ILLEGAL_ADDRESS); the process
-    does not crash.
+    If memory was unmapped since the call, the operation ends, and later calls in the context fail
+    (CUDA_ERROR_ILLEGAL_ADDRESS); the process does not crash.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ _NO_COPY_FAILED = None if EDGE_DATA else (1 << 64) - 1
 
 
 class CopyCalls(VirtualMemoryCalls):
-    """The calls cuMemset* and cuMemcpy*, except copies of arrays, which are in :mod:`.arrays`."""
+    """The calls cuMemset* and cuMemcpy*, except copies that can be from or to arrays, which are in :mod:`.arrays`."""
 
     # -- fills -----------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class CopyCalls(VirtualMemoryCalls):
         return PlannedCopy(self, context, target.address, shape.width, put, read_later)
 
     def filling(self, context: Context, target: int, pattern: bytes, count: int, rows: int, pitch: int) -> Operation:
-        """Return the operation that fills ``rows`` rows of ``count`` elements.
+        """Return the operation that fills ``rows`` rows of ``count`` elements. ``pattern``: the bytes of one element.
 
         ``pitch``: bytes from the start of a row to the start of the next row.
         """
@@ -400,7 +400,10 @@ class CopyCalls(VirtualMemoryCalls):
     # -- multicast mappings ----------------------------------------------------------------------------------
 
     def replicas(self, address: int, size: int) -> dict[int, list[Segment]] | None:
-        """Return the segments behind a range of one multicast mapping, by device ordinal; None if memory is missing."""
+        """Return the segments behind a range of one multicast mapping, by the number of the device
+        (:meth:`.Labels.number`). None if a device has no memory under a part of the range, or if the range is not in
+        one such mapping.
+        """
         found = self.team_at(address)
         if found is None or address + size > found[0].end:
             return None
@@ -501,8 +504,8 @@ class CopyCalls(VirtualMemoryCalls):
 
 
 WaitsFor = Callable[[int, "LiveMemory | None", "LiveMemory | None"], tuple[bool, bool]]
-"""Function of a source access order and of the allocations of target and source (None for pageable memory). Returns two
-answers: whether the call reads the source before it returns, and whether the host waits for the copy.
+"""Function of the source access order and of the allocations of target and source (None for pageable memory) of a copy.
+Returns two answers: whether the call reads the source before it returns, and whether the host waits for the copy.
 """
 
 

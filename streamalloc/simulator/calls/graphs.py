@@ -82,7 +82,9 @@ def _read_params(params: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
-    """The calls cuGraphCreate, cuGraphAdd* and cuGraph*Node*, and the queries of graphs."""
+    """The calls that create, build, query and destroy graphs: cuGraphCreate, cuGraphClone, cuGraphAdd*,
+    cuGraph*Node*Params and others.
+    """
 
     # -- building graphs -------------------------------------------------------------------------------------
 
@@ -386,7 +388,9 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
 
 class GraphCalls(GraphBuildingCalls):
-    """The calls cuStream*Capture*, cuGraphInstantiate*, cuGraphExec*, cuGraphLaunch and cuDevice*GraphMem*."""
+    """All other calls for graphs: captures (cuStream*Capture*), instances and launches (cuGraphInstantiate*,
+    cuGraphExec*, cuGraphUpload, cuGraphLaunch), graph memory (cuDevice*GraphMem*), and the neighbours of a node.
+    """
 
     # -- capture ---------------------------------------------------------------------------------------------
 

@@ -50,8 +50,8 @@ class NoAccess(MemoryError):
 
 
 class Launch(HostFunction):
-    """One launch of a kernel that is a registered Python function. The function runs on a separate thread. The function
-    can read these attributes (:func:`current_launch`):
+    """One launch of a kernel that is a registered Python function. The function runs on a separate thread, on which
+    :func:`current_launch` returns this object. Attributes for the function:
 
     ``name`` of the kernel; ``grid`` and ``block``, the blocks and the threads of a block in each dimension;
     ``shared_bytes``, the bytes of dynamic shared memory per block; ``cooperative``, a bool; ``device``, the ordinal of
@@ -310,8 +310,8 @@ def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike
 
     :func:`kernel` shows its use.
 
-    The array is read-only if the device may only read the memory, or if the kernel is registered with ``reads`` or
-    ``writes`` and no write covers it.
+    If the kernel is registered with its uses, the array is read-only unless ``writes`` or ``atomics`` cover it.
+    Otherwise it is read-only if the device may only read the memory.
 
     Parameters
     ----------
@@ -327,9 +327,12 @@ def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike
     RuntimeError
         No kernel runs on this thread.
     ValueError
-        The registered ``reads`` and ``writes`` do not cover the memory.
+        The registered ``reads``, ``writes`` and ``atomics`` do not cover the memory.
     MemoryError
-        Memory is missing there, or the device has no access to it. The context is lost.
+        Memory is missing there, or the device has no access to it. The context is lost unless the kernel catches the
+        error.
+    NotImplementedError
+        The memory is that of a multicast object.
     """
     return current_launch().view(address, shape, np.dtype(dtype))
 
@@ -697,10 +700,11 @@ class KernelCalls(Calls):
         self._launch_in(stream, f, (*sizes, int(config.sharedMemBytes)), (kernelParams, extra), cooperative)
 
     def kernel_uses(self, f: Any, params: Any, extra: Any = 0) -> list[tuple[int, int, bool, bool]] | None:
-        """Return the memory that a launch of the function ``f`` uses: tuples of address, bytes, write flag and atomic
-        flag. None if unknown.
+        """Return the memory that a launch of the function ``f`` uses: tuples of address, size in bytes, write flag and
+        atomic flag. None if unknown.
 
-        This is not a driver function: the checker calls it. Bytes that are read and written count as written.
+        This is not a driver function: the checker calls it. Bytes that are read and written count as written. Raises
+        the errors of :func:`unpack`.
         """
         function = self.functions.get(int(cuda.CUfunction(f or 0)))
         kernel = None if function is None else function.kernel

@@ -94,8 +94,8 @@ _INT = 4
 
 
 class MemoryCalls(VirtualMemoryCalls):
-    """The calls cuMemAlloc, cuMemHost*, cuMemGetInfo, cuPointer*, cuMemAllocManaged, cuMemPrefetch*, cuMemDiscard*,
-    cuMemAdvise and cuMemRange*.
+    """The calls cuMemAlloc, cuMemFree, cuMemHost*, cuMemGetInfo, cuPointer*, cuMemAllocManaged, cuStreamAttachMemAsync,
+    cuMemPrefetch*, cuMemDiscard*, cuMemAdvise and cuMemRange*.
     """
 
     # -- device memory ---------------------------------------------------------------------------------------
@@ -119,9 +119,9 @@ class MemoryCalls(VirtualMemoryCalls):
         return address
 
     def cuMemFree(self, dptr: DevicePointer) -> None:
-        """Free at once. The call first waits for all work on the device, except for memory of a pool or a graph. It
-        needs no context. The address 0 has no effect. Any other address without such memory gives
-        CUDA_ERROR_INVALID_VALUE.
+        """Wait for all work on the device, then free the memory. Memory of a pool or a graph is freed without a wait.
+        The call needs no context. The address 0 has no effect. Any other address at which no allocation begins gives
+        CUDA_ERROR_INVALID_VALUE, and so do pinned, opened and mapped memory.
         """
         self._unsafe_during_capture()
         if not dptr:
@@ -256,7 +256,8 @@ class MemoryCalls(VirtualMemoryCalls):
         return _POINTER_ATTRIBUTES[name](allocation, address)
 
     def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
-        """Store SYNC_MEMOPS, the only attribute that can be set.
+        """Store SYNC_MEMOPS, the only attribute that can be set. Gives CUDA_ERROR_INVALID_VALUE for another attribute
+        or an unknown address, and CUDA_ERROR_NOT_SUPPORTED for mapped memory.
 
         The attribute has no effect on copies: the host still does not wait for asynchronous copies (observed on H200:
         test_plain_memory).
@@ -274,7 +275,9 @@ class MemoryCalls(VirtualMemoryCalls):
         return cuda.CUdeviceptr(self.managed.allocate(bytesize, context))
 
     def cuStreamAttachMemAsync(self, hStream: Queue, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
-        """Do nothing: on devices with concurrent managed access an association has no visible effect."""
+        """Check the arguments, and queue an operation without work: on devices with concurrent managed access an
+        association has no visible effect.
+        """
         allocation = self._managed(dptr, length)
         check(flags in (_GLOBAL, _HOST, _SINGLE) and dptr == allocation.base and length in (0, allocation.size))
         check(flags != _SINGLE or hStream.handle > LEGACY_STREAM)

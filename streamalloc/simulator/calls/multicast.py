@@ -75,7 +75,7 @@ def _read(segments: list[Segment], size: int) -> bytes:
 
 
 class MulticastCalls(CopyCalls):
-    """The calls cuMulticast*."""
+    """The calls cuMulticast*, and ``multimem_*`` operations for Python functions that replace kernels."""
 
     # -- objects and teams -----------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class MulticastCalls(CopyCalls):
         return devices, int(props.size), handle_types
 
     def cuMulticastAddDevice(self, mcHandle: Team, dev: Device) -> None:
-        """Add a device to the team.
+        """Add a device to the team. Gives CUDA_ERROR_NOT_SUPPORTED for a device without multicast.
 
         NVIDIA's kernel module refuses a device that was added before, and a device beyond the size of the team. The
         result code of the driver is unknown; here it is CUDA_ERROR_INVALID_VALUE.
@@ -216,7 +216,8 @@ class MulticastCalls(CopyCalls):
         """Queue an operation that calls ``apply(where, offset, size)`` for the bytes of each replica of a range.
 
         ``where``: address of the bytes; ``offset``: their offset in the range. Raises ``ValueError`` if the range is
-        not in one mapping of a multicast object, :class:`Fault` without access. This is not a driver function.
+        not in one mapping of a multicast object, and :class:`NotModelled` during a stream capture or if a device of the
+        team has no memory there. Gives CUDA_ERROR_ILLEGAL_ADDRESS without access. This is not a driver function.
         """
         self._check_replicated(hStream, address, size, READ_WRITE)
         hStream.submit(Update(self, hStream.context, address, size, apply))
@@ -224,8 +225,9 @@ class MulticastCalls(CopyCalls):
     def multimem_gather(self, hStream: Queue, target: int, address: int, size: int, combine: Combine) -> None:
         """Queue an operation that combines the replicas of a range, and stores the result at ``target``.
 
-        ``combine`` gets a list with the bytes of each replica, and returns as many bytes. Raises the errors of
-        :meth:`multimem_update`. This is not a driver function.
+        ``combine`` gets a list with the bytes of each replica, and returns as many bytes. Gives and raises the errors
+        of :meth:`multimem_update`; gives CUDA_ERROR_INVALID_VALUE if the device cannot write to ``target``. This is not
+        a driver function.
         """
         self._check_replicated(hStream, address, size, READ)
         if self.banks.arenas.find(target) is not None:

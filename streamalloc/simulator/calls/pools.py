@@ -38,8 +38,8 @@ value from a pool.
 
 
 class PoolCalls(Calls):
-    """The calls cuMemPool*, cuMemAllocAsync, cuMemFreeAsync, and the calls for default and current pools
-    (cu*MemPool).
+    """The calls cuMemPool* without those for sharing, cuMemAllocAsync, cuMemAllocFromPoolAsync, cuMemFreeAsync, and the
+    calls for default and current pools (cu*MemPool).
     """
 
     # -- making and ending -----------------------------------------------------------------------------------

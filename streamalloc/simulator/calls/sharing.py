@@ -255,7 +255,8 @@ class SharingCalls(VirtualMemoryCalls):
         return opaque_struct("CUmemPoolPtrExportData", data)
 
     def cuMemPoolImportPointer(self, pool: PoolHandle, shareData: cuda.CUmemPoolPtrExportData) -> Any:
-        """Import an allocation and return its address.
+        """Import an allocation and return its address. Gives CUDA_ERROR_INVALID_VALUE for data of an allocation of
+        another pool. Raises :class:`NotModelled` for a pool that was not imported.
 
         Repeated imports give the same address, and one free ends all of them (observed on H200: test_sharing).
         """
@@ -356,7 +357,8 @@ class SharingCalls(VirtualMemoryCalls):
         return own
 
     def cuIpcCloseMemHandle(self, dptr: DevicePointer) -> None:
-        """Undo one open of the memory. The close of the last open unmaps the memory.
+        """Undo one open of the memory. The close of the last open unmaps the memory. Gives CUDA_ERROR_INVALID_VALUE for
+        an address at which no opened memory begins.
 
         The call waits for queued work first, as cuMemFree does.
         """

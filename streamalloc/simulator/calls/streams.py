@@ -81,7 +81,7 @@ class Batch(Operation):
 
 
 class StreamCalls(Calls):
-    """The calls cuStream* and cuEvent*, except the calls for captures; and cuLaunchHostFunc."""
+    """The calls cuStream* and cuEvent*, except those for captures and managed memory; and cuLaunchHostFunc."""
 
     # -- streams ---------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class StreamCalls(Calls):
             raise DeadlockError("a host function waits for its own stream")  # Observed on H200: test_streams.
         clock = hStream.done_with()
         goals = [(hStream, hStream.seq)] + [(peer, peer.seq) for peer in hStream.peers or ()]
-        # Pools do not learn of the wait if nothing was allocated or freed in this stream (observed on H200:
+        # Pools learn of the wait only if the stream has a rank, which it gets from work with pools (observed on H200:
         # test_placements).
         told = hStream.id in self.scheduler.ranks
         self.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)

@@ -281,8 +281,11 @@ class VirtualMemoryCalls(Calls):
         self.allocations.add(LiveMemory(ptr, size, memory.properties.device, None)).mapping = mapping
 
     def cuMemUnmap(self, ptr: DevicePointer, size: Size) -> None:
-        """Unmap whole mappings; holes between them are allowed. The call waits for work that runs. Work that is only
-        queued fails later, because its memory is gone (observed on H200: test_mappings).
+        """Unmap whole mappings; holes between them are allowed. Gives CUDA_ERROR_INVALID_VALUE if a part of a mapping
+        is outside of the range, or a part of the range is not reserved.
+
+        The call waits for work that can run now (:meth:`.Scheduler.run_down`). Work that waits for something else fails
+        later, because its memory is gone (observed on H200: test_mappings).
         """
         end = ptr + size
         check(size)  # The driver accepts any alignment (observed on H200: test_mappings).
@@ -435,7 +438,9 @@ def _unreadable_file(size: int) -> int:
 
 
 def team_of(machine: VirtualMemoryCalls, handle: int) -> MulticastMemory:
-    """Return the multicast object of a handle. Raises :class:`NotModelled` for a handle of physical memory."""
+    """Return the multicast object of a handle. Raises :class:`NotModelled` for a handle of physical memory and for an
+    unknown handle. Gives CUDA_ERROR_INVALID_VALUE for the handle 0.
+    """
     what = "a handle of physical memory where a multicast object is expected"
     return need_a(MulticastMemory, machine.named(handle), what)
 
