@@ -75,8 +75,8 @@ class DeviceGraphMemory:
     _set_aside: ReservedExtent | None = None
 
     def set_aside(self) -> None:
-        """Reserve as many addresses as a pool has, when the first graph is made. So no other reservation gets these
-        addresses (observed on H200: test_physical_memory).
+        """Reserve as many addresses as a pool has, when the first graph of the device gets an allocation. So no other
+        reservation gets these addresses (observed on H200: test_physical_memory).
         """
         if self._set_aside is None:
             whole = ReservedExtent(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
@@ -102,10 +102,10 @@ class DeviceGraphMemory:
     ) -> list[GraphChunk]:
         """Choose ``mapped`` chunks for a launch that is ordered after ``clock``.
 
-        If fewer than ``reserved`` chunks are usable, the missing chunks are made; CUDA_ERROR_OUT_OF_MEMORY if the bank
-        has too little memory. The chunks that the graph had ``before`` are chosen first, then the oldest chunks, or the
-        newest if chunks were made. With ``moved``, the chosen chunks count as the newest from now on (observed on H200:
-        test_graph_memory).
+        If fewer than ``reserved`` chunks are usable, the missing chunks are made. For this, unused memory of pools is
+        released. Gives CUDA_ERROR_OUT_OF_MEMORY if the bank still has too little memory. The chunks that the graph had
+        ``before`` are chosen first, then the oldest chunks, or the newest if chunks were made. With ``moved``, the
+        chosen chunks count as the newest from now on (observed on H200: test_graph_memory).
         """
         free = [chunk for chunk in self.chunks if not chunk.is_live and chunk.uses.over_for(clock)]
         missing = max(reserved - len(free), 0)
@@ -123,7 +123,7 @@ class DeviceGraphMemory:
         return chosen
 
     def collect(self) -> None:
-        """Release the addresses of destroyed graphs whose queued launches have ended meanwhile."""
+        """Release the addresses of destroyed graphs that no queued launch and no live allocation uses any more."""
         for memory in list(self.memories):
             memory.close_unless_needed()
 
@@ -189,7 +189,7 @@ class GraphHeap:
 
         The node gets the address of the smallest sufficient hole that one of these nodes left; of equal holes, the
         oldest. Without such a hole the node gets new addresses (observed on H200: test_graph_memory, test_graph_nodes).
-        CUDA_ERROR_OUT_OF_MEMORY if no addresses are left.
+        Gives CUDA_ERROR_OUT_OF_MEMORY if no addresses are left.
         """
         rounded = round_up(size, ALIGNMENT)
         fitting = (hole for hole in self.holes if hole.size >= rounded and hole.freed_by in earlier)
@@ -235,7 +235,8 @@ class GraphHeap:
 
     def prepare(self, clock: Clock, outlives: bool, moved: bool) -> dict[GraphChunk, int]:
         """Choose the chunks of memory for a launch that is ordered after ``clock``. Returns the place of each chunk:
-        place n is the n-th range of ``CHUNK`` bytes in the addresses of the heap.
+        the place n, from 0 on, is the range of ``CHUNK`` bytes that begins at n times ``CHUNK`` in the addresses of the
+        heap. Gives CUDA_ERROR_OUT_OF_MEMORY as :meth:`DeviceGraphMemory.take` does.
 
         ``outlives``: whether an allocation outlives the launch; the heap then owns the chunks. ``moved``: whether the
         launch before was in another stream.
@@ -269,7 +270,8 @@ class GraphHeap:
     def freed(self, address: int, stream: Queue | None = None) -> None:
         """Record the free of an allocation that outlived its launch.
 
-        ``stream``: the stream in whose order it is freed; None: at once.
+        ``stream``: the stream in whose order it is freed, by an operation that is queued here; None: it is freed at
+        once.
         """
         self.live.pop(address, None)
         if stream is not None:
@@ -290,8 +292,8 @@ class GraphHeap:
             del self._mapped[place]
 
     def disown(self) -> None:
-        """Record that one graph or instance no longer needs the addresses. When none needs them, the addresses are
-        released.
+        """Record that one graph or instance no longer needs the addresses. When none needs them, they are released; if
+        a launch or a live allocation still uses them, by a later :meth:`DeviceGraphMemory.collect`.
         """
         self.owners -= 1
         self.close_unless_needed()

@@ -104,7 +104,8 @@ class NodeGraph:
         return made
 
     def ordered(self) -> list[GraphNode]:
-        """Return the nodes in dependency order. Nodes without an order come in the order of their addition.
+        """Return the nodes in dependency order: passes over the nodes, in the order of their addition, take each node
+        whose predecessors were taken before.
 
         Gives CUDA_ERROR_INVALID_VALUE if the edges form a cycle.
         """
@@ -212,8 +213,9 @@ class GraphExec:
     def launch(self, allocations: AllocationTable, stream: Queue) -> None:
         """Submit all nodes one after another (``cuGraphLaunch``), in one of the orders that the edges allow.
 
-        Gives CUDA_ERROR_INVALID_VALUE if allocations of an earlier launch are live, unless the graph frees them at its
-        launch.
+        Gives CUDA_ERROR_INVALID_VALUE if allocations of an earlier launch are live and the instance was made without
+        the flag AUTO_FREE_ON_LAUNCH, or if the graph frees memory of another graph that is not allocated. Gives
+        CUDA_ERROR_OUT_OF_MEMORY if the device has too little memory.
         """
         live = [(memory, address) for memory in self.graph.memories.values() for address in memory.live]
         check(not live or self.flags & AUTO_FREE_ON_LAUNCH)
@@ -246,7 +248,7 @@ class GraphExec:
 
     def upload(self, stream: Queue) -> None:
         """Queue the mapping of the graph's memory on ``stream``, as ``cuGraphUpload`` and the first part of a launch
-        do.
+        do. Gives CUDA_ERROR_OUT_OF_MEMORY if the device has too little memory.
 
         The mapping runs after all earlier launches of the graph, because these may use other chunks at the same
         addresses.
@@ -349,7 +351,9 @@ class GraphCapture:
         return node.address
 
     def free(self, address: int, stream: Queue) -> None:
-        """Add a free node to the capture. An invalid address leaves the capture valid."""
+        """Add a free node to the capture (:meth:`NodeGraph.free`). An invalid address gives CUDA_ERROR_INVALID_VALUE
+        and leaves the capture valid.
+        """
         self._frontier[stream] = [self.graph.free(address, self._frontier[stream])]
 
     # -- forks and joins -------------------------------------------------------------------------------------
@@ -359,10 +363,11 @@ class GraphCapture:
         event.nodes = list(self._frontier[stream])
 
     def join(self, stream: Queue, event: QueueEvent) -> None:
-        """Add ``stream`` to the capture, because it waits for ``event``, which was recorded in this capture.
+        """Add ``stream`` to the capture, because the stream waits for ``event``, which was recorded in this capture.
 
-        The legacy stream and a stream of another capture are refused, and the captures concerned become invalid. If
-        this capture is invalid already, any stream is refused.
+        The legacy stream gives CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, a stream of another capture
+        CUDA_ERROR_STREAM_CAPTURE_MERGE; the captures concerned become invalid. If this capture is invalid already, its
+        own streams give CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, other streams CUDA_ERROR_INVALID_VALUE.
         """
         check(self.valid or stream.capture is self)
         check(self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
@@ -378,7 +383,7 @@ class GraphCapture:
     def leave(self, stream: Queue) -> None:
         """Remove ``stream``, which is being destroyed, from the capture.
 
-        If the capture began in this stream, the capture ends without a graph.
+        If the capture began in this stream, the capture ends, and its graph is destroyed.
         """
         if stream is self.origin:
             self._finish()

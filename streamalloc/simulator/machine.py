@@ -31,7 +31,9 @@ class Machine:
     """The state of a simulated driver. Each area of calls adds its own state (:class:`.calls.base.Calls`)."""
 
     driver: Callable[[], object]
-    """Function that returns the driver object; None once the driver is garbage-collected, when the machine ends."""
+    """Function that returns the driver object, or None once the driver is garbage-collected. The machine is closed
+    then.
+    """
 
     def __init__(self, spec: MachineSpec) -> None:
         self.spec: MachineSpec = spec
@@ -110,7 +112,7 @@ class Machine:
         """Find the devices that ``CUDA_VISIBLE_DEVICES`` makes visible to this process, at ``cuInit``.
 
         Files, links and attributes keep the machine's device numbers. Gives CUDA_ERROR_NO_DEVICE if no device is
-        visible.
+        visible, and CUDA_ERROR_INVALID_DEVICE if a device is named twice.
         """
         found = visible(chosen(), [device.uuid for device in self._all_devices])
         check(found, Result.CUDA_ERROR_NO_DEVICE)
@@ -151,8 +153,8 @@ class Machine:
         return self.contexts.add(Context(device, self.scheduler, self.streams, number, primary, flags))
 
     def close_context(self, context: Context) -> None:
-        """Destroy a context with its streams, events and cuMemAlloc memory. Subclasses end what their areas have in the
-        context.
+        """Destroy a context with its streams and events, and release its memory of cuMemAlloc and cuIpcOpenMemHandle,
+        its pinned, registered and managed memory. A subclass adds the objects of its area.
         """
         for stream in list(context.streams.values()):
             self.destroy_stream(stream)
@@ -174,7 +176,8 @@ class Machine:
     def current(self) -> Context:
         """Return the current context of the calling thread.
 
-        Raises :class:`Fault` if there is none, or if work has broken it.
+        Gives CUDA_ERROR_INVALID_CONTEXT if there is none, CUDA_ERROR_CONTEXT_IS_DESTROYED if it was destroyed, and for
+        a broken context the result code of the work that broke it.
         """
         context = need(self.current_or_none(), Result.CUDA_ERROR_INVALID_CONTEXT)
         if not context.alive:
@@ -193,8 +196,8 @@ class Machine:
         return need(found, f"the link of devices {source} and {target}, which this profile does not have")
 
     def has_access(self, source: int, target: int) -> bool:
-        """Whether the device ``source`` can access the memory of the device ``target``, which may be the same
-        device.
+        """Whether the device ``source`` can access the memory of the device ``target``, which may be the same device.
+        Raises the error of :meth:`link`.
         """
         return source == target or self.link(source, target).access
 
@@ -208,7 +211,8 @@ class Machine:
     def stream(self, handle: int) -> Queue:
         """Return the stream of a handle, also of the three special handles (0, legacy, per thread).
 
-        Raises :class:`Fault` for an unknown handle, and for a stream of a context that work has broken.
+        Gives CUDA_ERROR_INVALID_CONTEXT for an unknown handle, and for a stream of a broken context the result code of
+        the work that broke it. The special handles give the errors of :meth:`current`.
         """
         found = self.streams.get(handle)
         if found is not None:
@@ -237,7 +241,9 @@ class Machine:
             context.retired = {number: seq for number, seq in context.retired.items() if number in awaited}
 
     def synchronize(self, clock: Clock, finished: Callable[[], bool], told: bool = True) -> None:
-        """Wait until ``finished()`` is true. Then merge ``clock`` into the host's clock, and release memory of pools.
+        """Wait until ``finished()`` is true, then merge ``clock`` into the host's clock. Blocks that streams left
+        become free for all streams if the host's clock contains their frees. Memory of cuMemAlloc that was freed in
+        stream order is released if the clock contains its free, or if its stream is destroyed.
 
         ``told``: whether the driver's pools are told of the wait, as at a synchronisation; they then release memory
         above their thresholds.
@@ -269,7 +275,9 @@ class Machine:
                 self.discard(allocation)
 
     def discard(self, allocation: allocations.LiveMemory) -> None:
-        """Release cuMemAlloc, pinned or managed memory at once, without waiting for work that uses it."""
+        """Release memory of cuMemAlloc, or pinned, registered or managed memory, at once, without waiting for work that
+        uses it.
+        """
         if isinstance(allocation, allocations.ManagedMemory):
             self.managed.free(allocation)
             return
