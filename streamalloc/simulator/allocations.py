@@ -1,4 +1,6 @@
-"""Live ranges of memory, with one class for each kind of memory; and managed memory, with the advice on its pages."""
+"""Live allocations, registrations and mappings, with a class for each kind of memory; managed memory, and the advice on
+its pages.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class _Defaults(Extent):
     mapping: MappedExtent | None = None
     """The mapping by ``cuMemMap`` that this range is; None for all other memory."""
     pages: Runs[Advice] | None = None
-    """Advice on the pages of managed memory; None until a call gives advice."""
+    """Advice on the pages of managed memory; None until a call sets or queries advice."""
     waits: bool = False
     """Value of the pointer attribute ``SYNC_MEMOPS`` (``cuPointerSetAttribute``). It has no effect here, but can be
     queried.
@@ -53,7 +55,11 @@ class _Defaults(Extent):
 
 @dataclass(eq=False)
 class LiveMemory(_Defaults):
-    """One live allocation, registration or mapping. ``device``: the ordinal of its device; None for host memory."""
+    """One live allocation, registration or mapping: ``size`` bytes at address ``base``.
+
+    ``device``: ordinal of its device; None for host memory, -1 for a mapping of a multicast object, :data:`.HIDDEN` for
+    a device that this process does not see. ``context``: None for mappings, and for memory imported from a pool.
+    """
 
     base: int
     size: int
@@ -102,7 +108,7 @@ class ManagedMemory(LiveMemory):
 @dataclass(eq=False)
 class HostMemory(LiveMemory):
     """Pinned host memory. ``block``: its piece of the heap (:class:`.banks.Heap`); None for registered memory of the
-    program.
+    program. ``flags``: the flags that ``cuMemHostGetFlags`` returns.
     """
 
     block: Block | None
@@ -111,8 +117,8 @@ class HostMemory(LiveMemory):
 
 @dataclass(eq=False)
 class PoolMemory(LiveMemory):
-    """Allocation of a pool that this process has made, or has imported from another process. ``block``: its addresses
-    in the pool's line.
+    """Allocation in a pool of this process or in an imported pool. ``block``: the bytes of the pool that the allocation
+    occupies.
     """
 
     pool: Pool | OpenedPool = field()
@@ -121,7 +127,9 @@ class PoolMemory(LiveMemory):
 
 @dataclass(eq=False)
 class GraphAllocation(LiveMemory):
-    """Allocation that is still live after the launch of a graph, because the graph does not free it."""
+    """Allocation that is still live after the launch of a graph, because the graph does not free it. ``memory``: the
+    graph's heap with the allocation's address.
+    """
 
     memory: GraphHeap
 
@@ -145,16 +153,20 @@ class OpenedMemory(LiveMemory):
 
 
 def is_gone(allocation: LiveMemory, address: int, size: int) -> bool:
-    """Whether ``allocation`` is registered host memory, and the program has unmapped a part of the range since then."""
+    """Whether the program has unmapped a part of the ``size`` bytes at ``address`` since it registered them.
+    ``allocation``: the allocation that contains them; False unless it is registered host memory.
+    """
     registered = isinstance(allocation, HostMemory) and allocation.block is None
     return registered and not is_accessible(address, size)
 
 
 def is_reachable(allocation: LiveMemory, context: Context) -> bool:
-    """Whether work in ``context`` may use the memory without staging.
+    """Whether work in ``context`` may use the memory without staging by the driver. Not for mappings, which have access
+    rights of their own.
 
-    Work may use managed memory, and memory of its own device, of the host and of an enabled peer. Memory of a pool
-    needs access of the work's device to the pool.
+    For memory of a pool: whether the device of ``context`` may use the pool (:meth:`.Accessible.usable`). True for
+    other memory if it is managed memory, or if it belongs to the device of ``context``, to the host, or to a context to
+    which peer access was enabled.
     """
     ordinal = context.device.ordinal
     if allocation.pool is not None:
@@ -164,11 +176,13 @@ def is_reachable(allocation: LiveMemory, context: Context) -> bool:
 
 
 class AllocationTable(RangeMap[LiveMemory]):
-    """Live allocations of a machine, found by any address in them."""
+    """Table of the live allocations, registrations and mappings of a machine, by address."""
 
     def forget_registered(self, start: int, end: int) -> None:
-        """Remove registrations of host memory in a range of addresses that gets a new use. The program must have
-        unmapped the registered memory there.
+        """Remove registrations of host memory that overlap the addresses from ``start`` up to ``end`` (exclusive).
+
+        This is called for each new reservation. Its addresses are free only if the program has unmapped the registered
+        memory there.
         """
         for allocation in self.overlapping(start, end):
             if isinstance(allocation, HostMemory) and allocation.block is None:
@@ -218,8 +232,8 @@ def discard(banks: Banks, ranges: list[tuple[int, int]]) -> None:
 class Managed:
     """Memory of cuMemAllocManaged, modelled after the driver API's documentation without readings from hardware.
 
-    Its bytes are at one address for the host and all devices. The residence of pages is not simulated: the memory
-    belongs to no device, and ``cuMemGetInfo`` does not count it. Advice and prefetches are recorded for each page.
+    Its bytes are at one address for the host and all devices. The residence of pages is not simulated: no bank counts
+    the memory, so ``cuMemGetInfo`` never includes it. Advice and prefetches are recorded for each page.
     """
 
     banks: Banks
@@ -237,6 +251,8 @@ class Managed:
         return reservation.base
 
     def free(self, memory: ManagedMemory) -> None:
-        """Release managed memory. NumPy arrays over this memory remain readable, and read :data:`FREED`."""
+        """Release managed memory. NumPy arrays over this memory then read :data:`FREED`
+        (:meth:`.ReservedExtent.close`).
+        """
         self.allocations.remove(memory)
         self.banks.arenas.remove(memory.reservation)

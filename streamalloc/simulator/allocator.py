@@ -1,6 +1,7 @@
 """The stream-ordered allocator as pure bookkeeping: no memory, no threads, no driver.
 
-A pool has a line of addresses, divided into adjacent blocks without gaps. A block is in one of three states:
+The addresses of a pool form one range, the *line*. It is divided into adjacent blocks without gaps. A block is in one
+of three states:
 
 * used;
 * *left* by a stream: freed in that stream, and no call has found yet that the free has run;
@@ -19,8 +20,8 @@ the first block that is large enough from
 2. the blocks that are free for all streams and have all their chunks, except the end of the line;
 3. with the policy FOLLOW_EVENT_DEPENDENCIES: the blocks that other streams left before an operation which the
    allocating stream is ordered after;
-4. with the policy ALLOW_OPPORTUNISTIC: the blocks that other streams left and whose free has run. If none is large
-   enough, all of them become free for all streams;
+4. the blocks that other streams left and whose free has run; without the policy ALLOW_OPPORTUNISTIC, only those of
+   destroyed streams. If none is large enough, all of them become free for all streams;
 5. the blocks that are free for all streams, with or without chunks, and last the end of the line;
 6. with the policy ALLOW_INTERNAL_DEPENDENCIES, if there is no memory for the block of rule 5: the blocks that other
    streams left. The allocating stream then waits for that free.
@@ -51,10 +52,11 @@ that left the block.
 
 
 class Block:
-    """Range of addresses in a pool's line, linked with the blocks before and after it.
+    """Range of addresses in a pool, or in a heap of :mod:`.banks`, linked with the blocks before and after it.
 
-    ``owner``: :data:`USED`, :data:`FREE_FOR_ALL`, or the number of the stream that left the block. Such a block is free
-    once operation ``seq`` of that stream has run.
+    ``start``: offset in bytes from the first address of the pool or heap. ``owner``: :data:`USED`,
+    :data:`FREE_FOR_ALL`, or the number of the stream that left the block. A left block is free once operation ``seq``
+    of that stream has run.
     """
 
     __slots__ = ("next", "owner", "prev", "seq", "since", "size", "stamp", "start")
@@ -134,8 +136,8 @@ operation can be taken.
 
 
 class PoolAddresses:
-    """Line of addresses of one pool: its blocks, the shelves of the free blocks, and the numbers of the chunks with
-    memory.
+    """Addresses of one pool: its blocks, the shelves of the free blocks, and the numbers of the chunks with memory.
+    ``capacity``: number of bytes of addresses. ``ranks``: ranks of streams by stream number (:attr:`.Scheduler.ranks`).
     """
 
     def __init__(self, capacity: int, ranks: dict[int, int]) -> None:
@@ -175,11 +177,12 @@ class PoolAddresses:
         return self._left[stream].best(size) or self._common.best(size, self._is_backed)
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
-        """Find a block by rules 3 to 5 of this module; None if no block is large enough.
+        """Find a block by rules 3 to 5 of this module; None if no block is large enough. By rule 4, blocks may become
+        free for all streams.
 
         ``ordered`` (rule 3) returns, for the number of another stream, the number of its last operation that the
-        allocating stream is ordered after; None skips the rule. ``done`` (rule 4) returns the number up to which a
-        stream's frees have run.
+        allocating stream is ordered after; None skips the rule. ``done`` (rule 4) returns, for the number of a stream,
+        the number up to which the stream's frees have run.
         """
         block = None if ordered is None else self.best_left(size, ordered)
         if block is None:
@@ -192,8 +195,8 @@ class PoolAddresses:
         return block
 
     def best_left(self, size: int, reach: Reach) -> Block | None:
-        """Find a block of ``size`` bytes that a stream left at an operation number up to ``reach(stream)``; None if
-        there is none. The streams are searched in the order of their ranks.
+        """Find a block of at least ``size`` bytes that a stream left at an operation number up to ``reach(stream)``;
+        None if there is none. The streams are searched in the order of their ranks.
         """
         for stream, shelf in self._shelves():
             limit = reach(stream)
@@ -261,9 +264,8 @@ class PoolAddresses:
         return [chunk for chunk in range(block.start // CHUNK, last + 1) if chunk not in self.backed]
 
     def spare(self) -> list[int]:
-        """Return the numbers of the chunks that lie under no used or left block, in the order of their release.
-
-        The chunks that have been free longest come first.
+        """Return the numbers of the chunks that have memory and lie under no used or left block. The chunks that have
+        been free longest come first, because they are released first.
         """
         found = [(block.since, at) for block in self._common for at in self._inner(block) if at in self.backed]
         if self._last.owner == FREE_FOR_ALL:

@@ -1,4 +1,6 @@
-"""Memory of all devices and of the host: sizes, reserved addresses, and the memory of pools and of ``cuMemAlloc``."""
+"""Memory of all devices and of the host: sizes, reserved addresses, and the memory of pools, of ``cuMemAlloc`` and of
+pinned host allocations.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from streamalloc.simulator.memory import Physical, ReservedExtent, is_accessible
 
 
 class Bank:
-    """Physical memory of one device or of the host: its size and the number of used bytes."""
+    """Physical memory of one device or of the host: its size and the number of used bytes. ``overhead``: bytes that
+    count as used from the start.
+    """
 
     def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
         self.total = total
@@ -50,7 +54,9 @@ class Bank:
 
     @property
     def free(self) -> int:
-        """Bytes that neither this process nor another process of the machine uses."""
+        """Number of unused bytes. If the bank is shared (:meth:`share`), bytes that other processes of the machine use
+        are not among them.
+        """
         if self._released:
             self._collect()
         if self._shared is None:
@@ -59,9 +65,8 @@ class Bank:
         return max(self.total - self._used - usage.others(number), 0)
 
     def release(self, physical: Physical) -> None:
-        """Close the file of released memory once no other process has the file open.
-
-        Until then the bank counts the bytes of the memory as used.
+        """Close the file of released memory, and count its bytes as free, once no other process has the file open. This
+        is tested now, at the next release, and whenever :attr:`free` is read.
         """
         self._released.append(physical)
         self._collect()
@@ -78,10 +83,10 @@ T = TypeVar("T")
 
 
 class Arenas(RangeMap[ReservedExtent]):
-    """Reservations of a machine by address. This object also keeps the files and mappings of the machine, until they
-    are closed.
+    """Reservations of a machine by address. The table also records the files and mappings of the machine, but does not
+    keep them alive.
 
-    At the end of the machine, :meth:`close` closes those that the program left open.
+    At the end of the machine, :meth:`close` closes those that still exist.
     """
 
     def __init__(self) -> None:
@@ -109,8 +114,8 @@ class Arenas(RangeMap[ReservedExtent]):
 
     def close(self) -> None:
         owned = list(self._owned)
-        # Both tables are emptied first. A kernel that still runs then gets an error, and cannot use an unmapped
-        # address.
+        # The look-ups of addresses are emptied first. A kernel that still runs then gets an error for its addresses,
+        # and does not crash the process at an unmapped one.
         self.at, self._bases = {}, []
         for one in owned:
             one.close()
@@ -135,7 +140,8 @@ class Banks:
         return self.host if device is None else self.devices[device]
 
     def make_room(self, bank: Bank, needed: int, asking: Space | None = None) -> bool:
-        """Release unused memory of pools until ``bank`` has ``needed`` free bytes (observed on H200: test_placements).
+        """Release unused memory of the pools in ``bank`` until the bank has ``needed`` free bytes (observed on H200:
+        test_placements).
 
         The pool ``asking`` keeps its memory. Returns whether ``needed`` bytes are free.
         """
@@ -169,8 +175,8 @@ class Banks:
         return self.is_there(address, size, self.arenas.find(address) is not None, write)
 
     def is_there(self, address: int, size: int, simulated: bool, write: bool = False) -> bool:
-        """Answer as :meth:`is_mapped`. ``simulated``: whether a reservation of this machine has ``address``, which the
-        caller has looked up already.
+        """Return what :meth:`is_mapped` returns. ``simulated``: whether a reservation of this machine has ``address``,
+        which the caller has looked up already.
         """
         return self.is_backed(address, size) if simulated else is_accessible(address, size, write)
 
@@ -189,8 +195,8 @@ class Space:
     """Memory of a pool: its addresses (:class:`PoolAddresses`), and a file with the memory of the chunks. Offsets in
     the file equal offsets from the first address.
 
-    ``bank``: :class:`Bank` in which the memory counts as used. ``on_host``: whether NumPy arrays can refer to the
-    memory, even after a free, see :data:`.memory.FREED`.
+    ``bank``: :class:`Bank` in which the memory counts as used. ``of_node``: whether the pool is for one NUMA node of
+    the host. ``on_host``: whether NumPy arrays can refer to the memory, even after a free, see :data:`.memory.FREED`.
     """
 
     def __init__(
@@ -211,7 +217,9 @@ class Space:
         return self._arenas.own(Physical(self._name, self.line.capacity))
 
     def back(self, chunks: list[int]) -> None:
-        """Map memory under the chunks with these numbers; the bank counts it as used."""
+        """Map memory under the chunks with these numbers; the bank counts it as used. Raises ``OSError`` if the
+        operating system refuses.
+        """
         for first, count in _runs(chunks):
             offset, size = first * CHUNK, count * CHUNK
             self._reservation.map(self.base + offset, size, self.physical.fd, offset)
@@ -232,10 +240,11 @@ class Space:
             self.bank.used -= size
 
     def release(self, keep: int, highest: bool = False, among: range | None = None) -> None:
-        """Release memory that is free for all streams until the pool has at most ``keep`` bytes.
+        """Release chunks that are free for all streams, until the pool has memory of at most ``keep`` bytes or no such
+        chunk is left.
 
-        The memory that has been free longest is released first; with ``highest``, the memory at the highest addresses.
-        ``among``: numbers of the only chunks that may be released; None: all.
+        The chunks that have been free longest are released first; with ``highest``, the chunks at the highest
+        addresses. ``among``: numbers of the only chunks that may be released; None: all.
         """
         excess = -(-(self.line.reserved - keep) // CHUNK)
         if excess > 0:
@@ -296,7 +305,9 @@ class Pieces:
         return block
 
     def free(self, block: Block) -> int | None:
-        """Free a used piece. Returns the start of its range if no piece of that range is in use any more, else None."""
+        """Free a used piece. If no piece of its range is in use any more, the range is removed, and its start is
+        returned; otherwise None.
+        """
         before, after = block.prev, block.next
         if after is not None and after.owner == FREE_FOR_ALL:
             self._free.remove(after)
@@ -317,15 +328,15 @@ class Pieces:
 
 
 class Regions:
-    """Addresses for ``cuMemAlloc`` on a device, and for the pinned memory of its contexts.
+    """Addresses for the ``cuMemAlloc`` memory of a device, and for the pinned memory of the device's contexts.
 
-    ``left_by_context``: the first regions begin with memory of the context itself; for each of these regions, the
-    number of bytes after that memory.
+    ``size``: bytes of memory for which the addresses must suffice. ``left_by_context``: number of free bytes in each of
+    the first regions. The other bytes of these regions belong to the context itself.
     """
 
     def __init__(self, banks: Banks, size: int, left_by_context: tuple[int, ...]) -> None:
         self._banks = banks
-        # The region has more addresses than the device has memory, because freed pieces leave holes in it.
+        # There are more addresses than memory, because freed pieces leave holes between the addresses in use.
         self.size: int = round_up(2 * size, _REGION) + 8 * _REGION
         self._addresses = Pieces()
         """The addresses that are divided into regions, as offsets in bytes in the reservation."""
@@ -424,7 +435,7 @@ class Heap:
 
     def take(self, size: int) -> Block | None:
         """Take addresses of ``size`` bytes, whole blocks, and map memory under them. None if the bank has not enough
-        memory.
+        memory. Raises ``OSError`` if the operating system refuses.
         """
         if not self._banks.make_room(self._bank, size):
             return None

@@ -150,8 +150,8 @@ class Pool(Accessible):
     def free_now(self, block: Block) -> None:
         """Free as cuMemFree does: at once for all streams, even with queued work.
 
-        Only chunks under the block are released. The statistics do not change: USED_MEM_CURRENT still counts the block
-        (observed on H200: test_pool_sizes).
+        If the pool has more memory than the release threshold, only chunks under the block are released.
+        USED_MEM_CURRENT does not change: it still counts the block (observed on H200: test_pool_sizes).
         """
         under = range(block.start // CHUNK, -(-block.end // CHUNK))
         self.line.free(block)
@@ -210,7 +210,7 @@ class Pool(Accessible):
     # -- releasing memory ------------------------------------------------------------------------------------
 
     def free_left(self, clock: Clock) -> bool:
-        """Make the blocks free for all streams whose frees ``clock`` contains. If there are any, memory above the
+        """Make blocks free for all streams: those whose frees ``clock`` contains. If there are any, memory above the
         threshold is released. Returns whether there were any.
         """
         news = self.line.free_left(lambda stream: clock.get(stream, 0))
@@ -224,7 +224,9 @@ class Pool(Accessible):
             self.owner.to_release = True
 
     def release(self) -> None:
-        """Release memory that is free for all streams, as far as the pool has more than the release threshold."""
+        """Release memory that is free for all streams, until the pool has at most :attr:`threshold` bytes or no such
+        memory is left.
+        """
         self.space.release(self.threshold)
 
     def trim(self, keep: int) -> None:
@@ -239,9 +241,7 @@ class Pool(Accessible):
         self._dispose()
 
     def returned(self) -> None:
-        """Count one free that has run in its stream. If it was the last free of a destroyed pool, the pool is
-        closed.
-        """
+        """Count one free that has run. If it was the last free of a destroyed pool, the pool is closed."""
         self._outstanding -= 1
         if self.destroyed:
             self._dispose()
@@ -269,15 +269,15 @@ class Pool(Accessible):
 
     @property
     def granted(self) -> bool:
-        """Whether any device has access. Without such a device, the driver treats memory of a host pool like ordinary
-        host memory.
+        """For a host pool: whether any device has access. Without such a device, the driver treats the pool's memory
+        like ordinary host memory. Always True for a managed pool.
         """
         return self.managed or READ_WRITE in self.access.values()
 
 
 class OpenedPool(Accessible):
-    """Pool of another process. Its allocations have the same offsets as in that process, but addresses of this
-    process.
+    """Imported pool. Its allocations have the same offsets as in the process that made the pool, but not the same
+    addresses.
     """
 
     managed = False
@@ -354,7 +354,8 @@ class PoolTable:
     def create(self, place: Place, *description: Any, **more: Any) -> Pool:
         """Create a pool. ``description`` and ``more``: further fields of :class:`Pool`.
 
-        A device without pools gives the result code that users report (openvdb#2255, rapidsai/cuvs#2528).
+        Gives CUDA_ERROR_NOT_SUPPORTED for a device without pools, and for host memory if any device has no pools. Users
+        report this code (openvdb#2255, rapidsai/cuvs#2528).
         """
         able = not self.poolless if place.device is None else place.device not in self.poolless
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
