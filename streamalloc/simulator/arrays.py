@@ -1,4 +1,4 @@
-"""Arrays, and copies of boxes to and from arrays.
+"""Arrays, and copies of boxes from and to arrays. A *box* is a number of planes of the same number of rows of bytes.
 
 An ordinary array has all its memory from the start, in rows, as documented. In a sparse array only some tiles have
 memory. A mapped tile is 64 KiB of memory with the tile's elements in rows. An unmapped tile reads as zero and discards
@@ -69,7 +69,7 @@ class ArrayLayout:
 
     @property
     def required(self) -> int:
-        """Bytes of memory that an array of deferred mapping needs (observed on H200: test_sparse_arrays).
+        """Bytes of memory that an array with deferred mapping needs (observed on H200: test_sparse_arrays).
 
         A row is padded to a multiple of 64 bytes, and the rows to whole groups of 8. In a plane, the number of groups
         is rounded up to a multiple of a power of two: the smallest power that is not below the number, but at most 16.
@@ -102,7 +102,9 @@ class ArrayLayout:
 
     @property
     def tail_first(self) -> int:
-        """Number of the first level that is smaller than a tile; the number of levels if no level is smaller."""
+        """Number of the first level that is smaller than a tile. The number of levels if no level is smaller, and for
+        an array that is not sparse.
+        """
         if not self.sparse:
             return self.levels
         for level in range(self.levels):
@@ -130,8 +132,8 @@ class ArrayLayout:
 
 @dataclass(eq=False)
 class Storage:
-    """Memory of an array, or of all levels of a mipmapped array. For an ordinary array it is one block; otherwise it
-    consists of tiles.
+    """Memory of an array, or of all levels of a mipmapped array. An ordinary array has all its bytes in :attr:`memory`;
+    any other array has them in :attr:`tiles`.
     """
 
     context: Context
@@ -147,7 +149,8 @@ class Storage:
         """Set the memory under a tile. ``backing``: the physical memory and the offset in bytes in it; None: remove the
         memory.
 
-        The caller has already counted the tile in the new memory (:attr:`.CreatedMemory.tiles`).
+        The number of tiles of the old memory (:attr:`.CreatedMemory.tiles`) is reduced. The caller has already raised
+        that of the new memory.
         """
         before = self.tiles.pop(tile, None)
         if before is not None:
@@ -156,7 +159,9 @@ class Storage:
             self.tiles[tile] = backing
 
     def allocate(self) -> None:
-        """Allocate the memory of an ordinary array. The bank of the device counts it in whole blocks of 2 MiB."""
+        """Allocate the memory of an ordinary array. The bank of the device counts it in whole blocks of 2 MiB. Raises
+        ``OSError`` if the operating system refuses.
+        """
         self.memory = mmap.mmap(-1, self.layout.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         self.context.device.bank.used += round_up(self.layout.size, BLOCK)
 
@@ -288,8 +293,8 @@ class Remap(Operation):
 class BoxCopy(Operation):
     """Operation that copies a box, from or to an array or between rows of memory, a few planes per step.
 
-    If memory was unmapped since the call, all later calls in the context fail (CUDA_ERROR_ILLEGAL_ADDRESS); the process
-    does not crash.
+    If memory was unmapped since the call, the copy ends, and later calls in the context fail
+    (CUDA_ERROR_ILLEGAL_ADDRESS); the process does not crash.
     """
 
     def __init__(self, banks: Banks, context: Context, shape: Shape, target: Part | Side, source: Part | Side) -> None:

@@ -61,10 +61,10 @@ class Label(NamedTuple):
 
 
 def recognise(fd: int) -> Label | None:
-    """Return the label of the file of a descriptor; None for a file that cannot be used.
+    """Return the label of the file of a descriptor; None for a closed descriptor, and for a file that cannot be used.
 
-    A file cannot be used if it has no label, is read-only, or can still shrink: after that, uses of mappings would
-    fault.
+    A file cannot be used if it has no label, is not open for reading and writing, or can still shrink. After a shrink,
+    a use of its mappings would fault.
     """
     label = Label.of(f"/proc/self/fd/{fd}")
     if label is None:
@@ -78,9 +78,11 @@ def recognise(fd: int) -> Label | None:
 
 
 def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
-    """Open a file that another process has open as the descriptor ``fd``. Returns a new descriptor.
+    """Open a file that the process ``process`` has open as the descriptor ``fd``. Returns a new descriptor.
 
-    Returns None if that descriptor is closed or not accessible, or if ``fits`` returns False for the label of its file.
+    Returns None if that descriptor is closed or not accessible, if its file has no label for which ``fits`` returns
+    True, or if the file cannot be used (:func:`recognise`). Raises ``OSError`` if the file cannot be opened for another
+    reason.
     """
     path = f"/proc/{process}/fd/{fd}"
     label = Label.of(path)
@@ -132,7 +134,9 @@ class Labels:
         return self.host << 32 | self.of_machine(ordinal)
 
     def of_machine(self, ordinal: int) -> int:
-        """Return the number in the machine of the device with this ordinal in the process."""
+        """Return the number in the machine of the device with this ordinal in the process. :data:`HIDDEN` is returned
+        as it is.
+        """
         return HIDDEN if ordinal == HIDDEN else self.numbers[ordinal]
 
     def seen(self, number: int) -> int:
@@ -145,15 +149,17 @@ class Labels:
         return owner == self.owner and process == os.getpid()
 
     def reach(self, process: int, fd: int, owner: int, kind: str) -> int | None:
-        """Open a file that the machine object ``owner`` of another process has. Returns the descriptor; None if that
-        process has closed the file.
+        """Open the file of kind ``kind`` that a machine object has open in another process (:func:`reach`). ``owner``:
+        the :attr:`owner` of that machine object. Returns a new descriptor; None if the file is closed there.
         """
         expected = (kind, self.machine, f"{owner:016x}")
         return reach(process, fd, lambda label: label[:3] == expected)
 
 
 HOST_BANK = 63
-"""Index of the word of the host in a slot. The words of the devices come before it, in the order of their ordinals."""
+"""Index of the word of the host in a slot. The words of the devices come before it, in the order of the devices'
+numbers in the machine.
+"""
 _BANKS, _SLOTS, _WORD = 64, 1024, 8
 _HIGHEST = _SLOTS * _BANKS
 """Index of the word after all slots. It has the number of the highest slot that was ever taken, plus 1, so that no
@@ -185,11 +191,13 @@ class Usage:
                 self._name = _bound(f"streamalloc:usage:{labels.machine}:{os.getpid()}:{self._fd}")
 
     def put(self, bank: int, used: int) -> None:
-        """Record ``used``, the number of bytes that this machine object uses of a bank."""
+        """Record ``used``, the number of bytes that this machine object uses of the bank with the index ``bank``."""
         self._words[self._slot * _BANKS + bank] = max(used, 0)
 
     def others(self, bank: int) -> int:
-        """Return the bytes of a bank that all other machine objects use, in this and other processes."""
+        """Return the bytes of the bank with the index ``bank`` that all other machine objects use, in this and other
+        processes.
+        """
         found = 0
         for slot in range(self._words[_HIGHEST]):
             used = self._words[slot * _BANKS + bank]

@@ -191,7 +191,8 @@ class Intervals(Runs[bool]):
 class Addresses:
     """Addresses for large ranges, shared by all machines of the process.
 
-    Each range gets the lowest free addresses, as on an H200 (observed on H200: test_physical_memory).
+    A range gets the lowest free addresses, as on an H200 (observed on H200: test_physical_memory), unless its caller
+    chooses the addresses (:meth:`take_at`).
     """
 
     def __init__(self) -> None:
@@ -200,7 +201,8 @@ class Addresses:
         self._taken.add(*_KEPT_BY_DRIVER)
 
     def take(self, size: int, alignment: int) -> int:
-        """Reserve the lowest free range and return its address; 0 if there is none.
+        """Reserve the lowest free range of ``size`` bytes whose address is a multiple of ``alignment``, and return the
+        address; 0 if there is none.
 
         The range is inaccessible, except for freed memory in it that is kept readable.
         """
@@ -308,7 +310,9 @@ def is_host_memory(address: int, size: int) -> bool:
 
 
 def is_accessible(address: int, size: int, write: bool = False) -> bool:
-    """Whether this process may now read each page of a range. ``write``: whether it may also write."""
+    """Whether this process may now read each page of a range. ``write``: whether it may also write. The test
+    (``madvise``) may allocate pages of the range that were never used.
+    """
     first, end = address // mmap.PAGESIZE * mmap.PAGESIZE, address + size
     if end > _USER_END:
         return False
@@ -367,7 +371,9 @@ class ReservedExtent(Extent):
                 self.map(self.base, size, fd, offset)
 
     def map(self, start: int, size: int, fd: int, offset: int) -> None:
-        """Map ``size`` bytes of a file, from ``offset`` on, at address ``start``, readable and writable."""
+        """Map ``size`` bytes of a file, from ``offset`` on, at address ``start``, readable and writable. Raises
+        ``OSError`` if the operating system refuses.
+        """
         _mmap(start, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_SHARED | _MAP_NORESERVE, fd, offset)
         self.mapped.add(start, start + size)
 
@@ -419,7 +425,7 @@ class ReservedRange(ReservedExtent):
 
 
 FREED = 0xDB
-"""Byte that NumPy arrays over freed memory read. Writes by such arrays are lost."""
+"""Byte that NumPy arrays over freed memory read. Writes by such arrays change no simulated memory."""
 _FREED_BYTES = 4 << 20
 _FREED_KEPT = 64 << 30
 _FREED_RANGES = 256
@@ -469,13 +475,15 @@ _addresses = Addresses()
 
 def window(fd: int, offset: int, size: int) -> ReservedExtent:
     """Map ``size`` bytes of a file at an address of the operating system's choice, for work on memory that has no
-    simulated address.
+    simulated address. Raises ``OSError`` if the operating system refuses.
     """
     return ReservedExtent(size, mmap.PAGESIZE, fd, offset)
 
 
 def view_address(source: Any) -> int:
-    """Return the address of a contiguous buffer object of any shape, which may be read-only."""
+    """Return the address of a contiguous buffer object of any shape, which may be read-only. Raises ``TypeError`` for
+    an object without the buffer protocol, and ``ValueError`` for a buffer that is not contiguous.
+    """
     return int(np.frombuffer(source, np.uint8).ctypes.data)
 
 

@@ -86,7 +86,7 @@ class MulticastTable:
     """
 
     has_fabric_handle = False
-    """Whether a fabric handle was exported. If so, new holders may appear at any time."""
+    """Whether this holder has exported a fabric handle. If so, new holders may appear at any time."""
 
     def __init__(self, physical: Physical) -> None:
         self.physical = physical
@@ -154,7 +154,9 @@ class MulticastTable:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Numbers of the devices that were added by any process, in the order of their addition."""
+        """Numbers of the devices that were added by any process, in the order of their addition
+        (:meth:`.Labels.number`).
+        """
         return tuple(self._words[_FIRST_ADDED : _FIRST_ADDED + self._words[_ADDED]])
 
     def add(self, device: int, has_slot: bool) -> bool:
@@ -176,7 +178,7 @@ class MulticastTable:
     # -- bindings --------------------------------------------------------------------------------------------
 
     def bindings(self) -> list[TeamBinding]:
-        """Return the bindings of live processes, in the order of their offsets."""
+        """Return the bindings of live holders, in the order of their offsets."""
         with self.locked():
             found = [binding for binding in map(self._read, range(self._words[_RECORDS])) if binding.number]
         alive = {holder: self.is_alive(holder) for holder in {binding.holder for binding in found}}
@@ -290,9 +292,11 @@ class MulticastMemory(Mappable):
     # -- as something that is mapped -------------------------------------------------------------------------
 
     def check_part(self, offset: int, size: int) -> None:
-        """Check that cuMemMap can map a part of the object.
+        """Check that cuMemMap can map ``size`` bytes of the object from ``offset`` on. They can be fewer than all bytes
+        of the object, as mscclpp maps it.
 
-        The part can be smaller than the object, but must start at offset 0, as mscclpp maps it.
+        Gives CUDA_ERROR_INVALID_VALUE unless ``size`` and ``offset`` are multiples of the granularity, and the bytes
+        are in the object. Raises :class:`NotModelled` for another offset than 0.
         """
         check((size | offset) % self._machine.profile.team_page == 0 and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
@@ -365,10 +369,11 @@ class MulticastMemory(Mappable):
             backing.memory.bindings += 1
 
     def unbind(self, device: int, offset: int, size: int) -> None:
-        """Remove the binding of a device at an offset.
+        """Remove the binding of a device at an offset. Gives CUDA_ERROR_INVALID_VALUE if there is none.
 
         NVIDIA's documentation leaves the behaviour for a size other than the binding's undefined, and the kernel module
-        ignores the size. Here another size raises :class:`NotModelled`.
+        ignores the size. Here another size raises :class:`NotModelled`, and so does a binding that another process or
+        another handle has made.
         """
         there = need(next((one for one in self.table.bindings() if (one.device, one.offset) == (device, offset)), None))
         not_modelled(there.size != size, "cuMulticastUnbind of another size than was bound")

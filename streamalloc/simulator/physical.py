@@ -29,7 +29,9 @@ class Properties:
 
     @property
     def device(self) -> int | None:
-        """Ordinal of the memory's device; None for host memory."""
+        """Ordinal of the memory's device; None for host memory, -1 for a multicast object, :data:`.HIDDEN` for a device
+        that this process does not see.
+        """
         return self.place.device
 
 
@@ -59,10 +61,10 @@ class Mappable:
         """
 
     def lead(self, mapping: MappedExtent, by_access: bool) -> None:
-        """Make ``mapping`` the leader if there is none. ``by_access``: whether ``mapping`` gets its first access now;
-        False: ``mapping`` is made now.
+        """Make ``mapping`` the leader of RDMA-capable memory if there is none. ``by_access``: whether ``mapping`` gets
+        its first access now; False: ``mapping`` is made now.
 
-        Gives CUDA_ERROR_UNKNOWN if another mapping is the leader by access.
+        Gives CUDA_ERROR_UNKNOWN if another mapping is the leader by access. No effect for other memory.
         """
         if self.properties.rdma:
             check(not self.leads_by_access or self.leader is mapping, Result.CUDA_ERROR_UNKNOWN)
