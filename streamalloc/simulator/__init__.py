@@ -1,8 +1,8 @@
 """A CUDA driver over ordinary memory, for machines without a GPU and for tests that must not depend on one.
 
 :mod:`.calls` has the functions of the driver, :mod:`.call_lock` the lock that each call holds, and :mod:`.machine` the
-state that several areas of calls share. In :mod:`.driver`, the class of the machine inherits all these functions as
-methods, and the driver object, which programs use, has a function for each method. The parts of the state:
+state that several areas of calls share. In :mod:`.driver`, the class of the machine inherits these functions as
+methods. The driver object, which programs use, has a function for each of these methods. The parts of the state:
 
 * :mod:`.scheduler` runs operations in stream order; :mod:`.contexts` has devices, contexts and events.
 * :mod:`.memory` maps real memory at simulated addresses; :mod:`.banks` counts memory by device, and has the memory of
@@ -30,7 +30,9 @@ otherwise the same):
 A free is an operation in its stream (``pool.Freed``). The same stream can reuse the block at once; for other streams
 the policies of the pool decide (:mod:`.allocator`, rules 3 and 4).
 
-A comment with ``observed on H200`` names the test in ``tests/facts`` that contains the reading.
+A comment or docstring with ``observed on H200`` names the test in ``tests/facts`` that contains the reading. In the
+docstring of a function, "Gives CUDA_ERROR_..." means that the driver call returns this result code: the function raises
+a ``Fault``.
 """
 
 from __future__ import annotations

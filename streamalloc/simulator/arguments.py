@@ -72,8 +72,8 @@ def signed_int(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Handle:
-    """Converts an argument to the number of a handle. The argument is an object of the bindings' handle class ``cls``,
-    anything from which ``cls`` can be made, or None for 0.
+    """Conversion of an argument to the number of a handle. The argument is an object of the bindings' handle class
+    ``cls``, anything from which ``cls`` can be made, or None for 0.
     """
 
     cls: Any
@@ -93,9 +93,10 @@ def _word(cls: Any, convert: Convert) -> Convert:
 
 
 def host_pointer(value: Any) -> int:
-    """Return a host address as a number. ``value``: an int, None (for 0), or an object with the buffer protocol.
+    """Return a host address as a number. ``value``: an int, None (for 0), an object with the buffer protocol, or an
+    object with ``__int__``.
 
-    Raises ``TypeError`` for any other object, as the bindings do.
+    Raises ``TypeError`` for a negative int and for any other object, as the bindings do.
     """
     if value is None:
         return 0
@@ -173,8 +174,8 @@ Module = Annotated[kernels.Module, Handle(cuda.CUmodule), found_in("modules", _g
 Library = Annotated[kernels.Module, Handle(cuda.CUlibrary), found_in("modules", _gone)]
 Function = Annotated[kernels.Function, Handle(cuda.CUfunction), found_in("functions", _gone)]
 Kernel = Annotated[kernels.Function, Handle(cuda.CUkernel), found_in("functions", _gone)]
-# For calls that query the name, module or parameters of a function: here a null handle has another result code
-# (observed on H200: test_modules).
+# For calls that query the name, module or parameters of a function. In these calls a null handle has another result
+# code (observed on H200: test_modules).
 _named = found_in("functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[kernels.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _named]
@@ -260,8 +261,8 @@ def number(name: str, value: Any, cls: Any) -> int:
 
 
 def number_in(struct: Any, name: str, otherwise: int | None = 0) -> int:
-    """Return the number of an enum member in the field ``name`` of a struct. A number that is not in the enum gives
-    ``otherwise``, or :class:`NotImplementedError` if ``otherwise`` is None.
+    """Return the number of an enum member in the field ``name`` of a struct. For a number that is not in the enum,
+    return ``otherwise``; if ``otherwise`` is None, raise :class:`NotModelled`.
     """
     try:
         return int(getattr(struct, name))
@@ -288,7 +289,7 @@ def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
 
 def numbers(values: Any, count: int) -> list[int]:
     """Return the first ``count`` values of a sequence as numbers of type ``size_t``. Raises ``RuntimeError`` if there
-    are fewer.
+    are fewer, ``TypeError`` for a value that is no number, and ``OverflowError`` for a number outside of ``size_t``.
     """
     return [size_t(one) for one in _enough(list(values), count)[:count]]
 
@@ -297,7 +298,7 @@ def by_start(values: Iterable[T], begins: list[int], count: int) -> list[T]:
     """Return a list with the value of each of ``count`` entries of a batch. ``values[i]`` applies from entry
     ``begins[i]`` on.
 
-    Gives CUDA_ERROR_INVALID_VALUE if ``begins`` does not rise from 0 to a number below ``count``.
+    Gives CUDA_ERROR_INVALID_VALUE unless ``begins`` starts with 0, rises with each number, and ends below ``count``.
     """
     check(begins and begins[0] == 0 and begins[-1] < count and begins == sorted(set(begins)))
     given = list(values)

@@ -8,9 +8,9 @@ Three kinds of code could interrupt a simulated call and find a state that is ha
 * The garbage collector, since finalisers make driver calls. While a thread holds the lock, the collector's first
   threshold is 0, so that no automatic collection starts. ``gc.disable`` would not do: other threads disable and enable
   collections, too.
-* Signal handlers, since a handler can raise. During a call of the main thread, :func:`_record` replaces each handler of
-  :data:`_SIGNALS`. The handler runs after the call. While a call waits, the original handlers are in place, and an
-  exception of a handler ends the wait.
+* Signal handlers, since a handler can raise. During a call of the main thread, :func:`_record` replaces each Python
+  function that handles a signal of :data:`_SIGNALS`. The handler runs after the call. While a call waits, the original
+  handlers are in place, and an exception of a handler ends the wait.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Caller:
 
 
 class Threads(ThreadLocal, caller=Caller):
-    """Base class of objects with a :class:`Caller` for each thread."""
+    """Object with a :class:`Caller` for each thread, made at the thread's first use of the object."""
 
     caller: Caller
     """The :class:`Caller` of the thread that reads this attribute."""
@@ -81,7 +81,8 @@ _threshold = gc.get_threshold()[0]
 
 
 def enter(is_main: bool = False) -> None:
-    """Wait for the lock and begin a call, which may be nested in another call of this thread.
+    """Wait for the lock and begin a call, which may be nested in another call of this thread. Until :func:`leave`, no
+    automatic garbage collection starts.
 
     ``is_main``: whether this is the main thread. If so, signal handlers are delayed until :func:`leave`.
     """
@@ -105,7 +106,8 @@ def enter(is_main: bool = False) -> None:
 def leave(is_main: bool = False) -> None:
     """End the call that :func:`enter` began. ``is_main`` must have the value that ``enter`` got.
 
-    At the end of the main thread's outermost call, the signals that came during the call are raised again.
+    At the end of the main thread's outermost call, the signals that came during the call are raised again. Their
+    handlers run then, and may raise.
     """
     global _depth, _held, _holding
     _depth -= 1

@@ -23,7 +23,7 @@ class HandleType:
 
 
 class EventFlag:
-    """The numbers of CUevent_flags that are used here."""
+    """The numbers of CUevent_flags that the simulator uses."""
 
     DISABLE_TIMING, INTERPROCESS = 2, 4
 
@@ -36,7 +36,9 @@ Dim3 = tuple[int, int, int]
 """Sizes in x, y and z of a grid, a block or an array."""
 
 ALIGNMENT = 512
-"""Number of bytes of which the address and the size of each allocation are multiples."""
+"""Alignment in bytes of the addresses of allocations: in pools, in graphs, and of ``cuMemAlloc``. The size of an
+allocation is rounded up to a multiple of it.
+"""
 CHUNK = 32 << 20
 """Number of bytes by which pools grow: the size of a chunk of physical memory."""
 BLOCK = 2 << 20

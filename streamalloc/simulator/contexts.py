@@ -49,7 +49,8 @@ def chosen() -> str | None:
 
 
 def visible(text: str | None, uuids: Sequence[bytes]) -> list[int]:
-    """Return the machine's numbers of the devices that ``text`` chooses, in its order. None: all devices.
+    """Return the numbers in the machine of the devices that ``text`` chooses, in the order of the text. If ``text`` is
+    None, it chooses all. ``uuids``: the 16 bytes of each device's id, by number in the machine.
 
     The first name without a device ends the list. A repeated device gives CUDA_ERROR_INVALID_DEVICE. The first name
     determines whether all names are read as numbers or as ids (observed on H200: test_two_devices).
@@ -113,7 +114,7 @@ class SimulatedDevice:
 
 @dataclass(eq=False, repr=False)
 class Context:
-    """Context of a device. ``alive``: whether it exists now. A primary context can end and exist again later."""
+    """Context of a device. ``alive``: whether it exists now. A primary context can be destroyed and made again."""
 
     device: SimulatedDevice
     _scheduler: Scheduler
@@ -131,15 +132,19 @@ class Context:
     handle: int = field(default_factory=new_handle)
     retained: int = 0
     error: Any = None
-    """Result code of the work that broke the context. Each later call returns this code. None for a working context."""
+    """Result code of the work that broke the context. Later calls in the context return this code. None for a working
+    context.
+    """
     peers: set[int] = field(default_factory=set)
     limits: dict[str, int] = field(default_factory=dict)
-    """Limits that the program has set, by enum name without CU_LIMIT_."""
+    """Limits that the program has set, by enum name without CU_LIMIT_; under ``"cache"`` the cache configuration
+    (``cuCtxSetCacheConfig``).
+    """
     stacks: int = 0
     """Bytes of device memory that stacks use beyond the initial stacks."""
     awaited: list[tuple[Queue, int]] = field(default_factory=list)
-    """Operations of cuCtxWaitEvent, each as a tuple of stream and number. Streams that are created later wait for them
-    too.
+    """Operations that ``cuCtxWaitEvent`` makes the context wait for, each as a tuple of stream and number. Streams that
+    are created later wait for them too.
     """
     streams: Handles[Queue] = field(default_factory=Handles)
     retired: Clock = field(default_factory=dict)
@@ -173,7 +178,9 @@ class Context:
 
     @property
     def per_thread(self) -> Queue:
-        """Per-thread default stream of the calling thread. The stream ends with the thread."""
+        """Per-thread default stream of the calling thread, made at the first use. If the thread has the number of an
+        ended thread, it gets a new stream.
+        """
         caller = self._scheduler.caller
         found = self._per_thread.get(caller.ident)
         if found is not None:
@@ -187,8 +194,8 @@ class Context:
 
     @property
     def marks(self) -> Queue:
-        """Internal stream for events that are recorded for the whole context (cuCtxRecordEvent). No work is queued on
-        it.
+        """Internal stream for events that are recorded for the whole context (cuCtxRecordEvent). No other work is
+        queued on it.
         """
         if self._marks is None:
             self._marks = Queue(self._scheduler, 0, self, False, 0)
@@ -418,7 +425,7 @@ class QueueEvent:
     @property
     def elsewhere(self) -> SharedEvent | None:
         """The shared event, if another process or another handle made its latest record. None if this object made the
-        latest record.
+        latest record, if there is no record, and for an event that is not shared.
         """
         if self.shared is None or self.shared.latest == (0 if self.record is None else self.record.number):
             return None

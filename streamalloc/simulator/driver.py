@@ -72,8 +72,8 @@ class SimulatedDriver:
 
     kernel_copies_up_to = 256 << 10
     """Largest size in bytes of blocks that an H200 moves to or from host memory faster by one kernel than by one copy
-    for each. A tier for blocks (:class:`HostTier`) reads this value instead of measuring it, because a measurement
-    would take long here.
+    for each block. A tier for blocks (:class:`HostTier`) reads this value instead of measuring it, because a
+    measurement would take long here.
     """
 
     def __repr__(self) -> str:

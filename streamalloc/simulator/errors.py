@@ -72,8 +72,8 @@ def need_a(cls: type[T], value: object, code: Any = Result.CUDA_ERROR_INVALID_VA
 
 
 def code_of(error: Fault | OSError) -> Any:
-    """Return the result code for a call that raised ``error``: a fault of the call, or an error of the operating
-    system.
+    """Return the result code for a call that raised ``error``: the code of a fault; for an error of the operating
+    system CUDA_ERROR_OUT_OF_MEMORY if memory or file space was missing, else CUDA_ERROR_OPERATING_SYSTEM.
 
     An OSError without an error number came from a signal handler, and is raised again.
     """

@@ -85,9 +85,9 @@ def kernel(
     copies. :func:`device_view` returns memory as NumPy arrays, :func:`current_launch` the grid. A second registration
     of a name replaces the first one.
 
-    If the function raises an exception, its traceback is printed, and the context is lost as on hardware. Each later
-    call in this context returns ``CUDA_ERROR_LAUNCH_FAILED``. After an ``AssertionError`` it returns
-    ``CUDA_ERROR_ASSERT``, and after a use of missing or inaccessible memory ``CUDA_ERROR_ILLEGAL_ADDRESS``.
+    If the function raises an exception, its traceback is printed to stderr, and the context is lost as on hardware.
+    Later calls in this context return ``CUDA_ERROR_LAUNCH_FAILED``. After an ``AssertionError`` they return
+    ``CUDA_ERROR_ASSERT``, and after the ``MemoryError`` of :func:`device_view` ``CUDA_ERROR_ILLEGAL_ADDRESS``.
 
     The function must not wait for work of the device: a driver call in it that would wait raises ``DeadlockError``.
 
@@ -102,15 +102,16 @@ def kernel(
     reads, writes, atomics
         Functions that return pairs of an address and a number of bytes for the arguments of a launch. A checker
         (:func:`streamalloc.driver.checked`) then records these uses, and :func:`device_view` refuses all other memory.
-        Bytes of ``atomics`` are written by atomic operations, which do not race with each other. Without all three, the
-        uses are unknown.
+        Bytes of ``atomics`` are written by atomic operations, which do not race with each other. If none of the three
+        is given, the uses are unknown.
     attributes
         Values that ``cuFuncGetAttribute`` returns, by enum name without ``CU_FUNC_ATTRIBUTE_``.
 
     Raises
     ------
     TypeError
-        ``name`` is not a text, or ``types`` has another type than those of ctypes and NumPy.
+        ``name`` is not a str, ``types`` contains an object that is no type of ctypes or NumPy, or the decorated object
+        cannot be called.
 
     Examples
     --------
@@ -147,8 +148,8 @@ def unregister_kernel(name: str) -> None:
 def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
     """Register a global variable of modules, for ``cuModuleGetGlobal`` and ``cuLibraryGetGlobal``.
 
-    Variables of PTX modules are read from the PTX. Those of other modules must be registered. Raises ``ValueError`` if
-    ``nbytes`` is less than 1 or than the bytes of ``initial``.
+    A variable of a PTX module needs a registration only if the module gives it an initial value. Variables of other
+    modules must be registered. Raises ``ValueError`` if ``nbytes`` is less than 1 or than the bytes of ``initial``.
 
     Parameters
     ----------
@@ -259,10 +260,11 @@ class VariableMemory(LiveMemory):
 
 
 def load(given: Any) -> Contents | None:
-    """Return the contents of a module image, given as bytes or as its address.
+    """Return the contents of a module image, given as a buffer object or as its address.
 
-    Returns None if the image is binary code: then every name counts as existing. Gives CUDA_ERROR_INVALID_IMAGE for a
-    text that is not PTX.
+    Returns None if the image is binary code: then every name of a kernel counts as existing. Gives
+    CUDA_ERROR_INVALID_IMAGE for a text that is not PTX, and CUDA_ERROR_INVALID_VALUE for None, the address 0 and an
+    empty buffer. Raises :class:`NotModelled` for an address without memory.
     """
     check(given is not None and not (isinstance(given, int) and not given))
     text = _text(given)

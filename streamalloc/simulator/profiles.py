@@ -212,7 +212,9 @@ class Profile:
     links: Mapping[tuple[int, int], Link] = _read(_links, repr=False)
     """Links between devices, by tuple of two ordinals: the accessing device, and the owner of the memory."""
     error_strings: Mapping[str, str | None] = _read(_table(_text), repr=False)
-    """Results of cuGetErrorString by enum name. For errors that are missing here the driver refuses the call."""
+    """Results of cuGetErrorString by enum name. For errors that are missing here, or None, the driver refuses the call
+    with CUDA_ERROR_INVALID_VALUE.
+    """
     identity: str = ""
     """Name of a built-in profile, or digest of the profile's file. Equal profiles have equal identities."""
 
@@ -235,7 +237,9 @@ class Profile:
 
     @functools.cached_property
     def team_page(self) -> int:
-        """Minimum granularity of multicast objects in bytes. Their sizes, offsets and addresses are multiples of it."""
+        """Minimum granularity of multicast objects in bytes; :attr:`page` if the driver has no such objects. Their
+        sizes, offsets and addresses are multiples of it.
+        """
         of_teams = self.granularity("MULTICAST")
         return of_teams.minimum if of_teams else self.page
 
@@ -302,7 +306,8 @@ def parse(data: bytes, identity: str) -> Profile:
     Raises
     ------
     ProfileError
-        A field is missing, unknown, or of another type or size than a machine can have; the message names it.
+        The bytes are no JSON of this format and version, or a field is missing, unknown, or of another type or size
+        than a machine can have; the message names the field.
     """
     given = _parsed(data)
     values: dict[str, Any] = {}
@@ -373,7 +378,7 @@ def load(name: str) -> Profile:
     Raises
     ------
     ProfileError
-        There is no such profile or file, or the file is no valid profile.
+        There is no such profile or file, or the file cannot be read or is no valid profile.
     """
     if name in BUILT_IN:
         return built_in(name)
@@ -400,7 +405,11 @@ def load(name: str) -> Profile:
 
 @dataclass(frozen=True)
 class MachineSpec:
-    """Arguments of :func:`streamalloc.driver.simulated`. The fields are documented there."""
+    """Arguments of :func:`streamalloc.driver.simulated`. The fields are documented there.
+
+    Raises ``ValueError`` for a number or a choice that is not allowed, and :class:`ProfileError` if the profile cannot
+    be used.
+    """
 
     devices: int = 1
     memory: int | None = None

@@ -159,8 +159,9 @@ def address(value: Any) -> Any:
 class Argument:
     """Conversion of one argument of the runtime to the driver's class.
 
-    ``theirs`` and ``ours``: names of the argument's class in the runtime and in the driver. ``make``: conversion of a
-    struct whose layouts differ. After the call, ``back`` copies the driver's changes into the caller's struct.
+    ``theirs`` and ``ours``: names of the argument's class in the runtime and in the driver. An empty ``theirs`` stands
+    for a pointer. ``make``: conversion of a struct whose layouts differ. After the call, ``back`` copies the driver's
+    changes into the caller's struct.
     """
 
     def __init__(self, name: str, theirs: str, ours: str, make: Convert | None = None) -> None:
@@ -281,7 +282,9 @@ def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., Non
 
 
 class Functions:
-    """Functions of the runtime, made of calls of a driver. Each returns its values, and raises :class:`Failed`."""
+    """Functions of the runtime, made of calls of a driver. Each ``cuda*`` function returns its values, and raises
+    :class:`Failed` for an error.
+    """
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -301,7 +304,8 @@ class Functions:
 
     def values(self, name: str, *args: Any) -> Any:
         """Make a driver call. Returns a list of its values, without the result code. Raises :class:`Failed` if the call
-        fails, with its subclass :class:`Forgotten` for CUDA_ERROR_NOT_READY."""
+        fails; for CUDA_ERROR_NOT_READY its subclass :class:`Forgotten`.
+        """
         code, *values = getattr(self._driver, name)(*args)
         if code:
             raise (Forgotten if int(code) == _NOT_READY else Failed)(int(code))
@@ -340,7 +344,8 @@ class Functions:
     def make_current(self) -> None:
         """Make sure that the thread has a current context.
 
-        If it has none, the primary context of the thread's device becomes current.
+        If it has none, the primary context of the thread's device becomes current. If the driver is not initialised,
+        ``cuInit`` is called first.
         """
         code, context = self._driver.cuCtxGetCurrent()
         if code:

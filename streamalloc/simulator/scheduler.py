@@ -324,9 +324,9 @@ class Scheduler:
         self.streams: dict[int, Queue] = {}
         self.ranks: dict[int, int] = {}
         """Ranks of streams by stream number. Pools search the memory that streams left in the order of their ranks. A
-        stream gets the first free rank at its first use of any pool, even in a capture, or when it waits for an event
-        that a ranked stream recorded. If the legacy stream has a rank, a blocking stream already gets a rank with its
-        first work or wait (observed on H200: test_placements).
+        stream gets the lowest free rank at its first use of any pool, even in a capture, at its first launch of a graph
+        with allocations, or when it waits for an event that a ranked stream recorded. If the legacy stream has a rank,
+        a blocking stream already gets a rank with its first work or wait (observed on H200: test_placements).
         """
         self._free_ranks: list[int] = []
         self.ids: Iterator[int] = itertools.count(1)
@@ -504,10 +504,10 @@ class Scheduler:
         return progress
 
     def wait(self, finished: Callable[[], bool], polled: bool = False) -> None:
-        """Block the calling thread, without holding the lock, until ``finished()`` is true.
+        """Run queued operations, or sleep without the lock, until ``finished()`` is true or the scheduler is closed.
 
         ``polled``: call ``finished`` often, because nothing announces the change. Raises :class:`DeadlockError` in a
-        kernel.
+        kernel. Gives CUDA_ERROR_DEINITIALIZED while the interpreter exits, if no operation can run.
         """
         caller = self.caller
         self._waiters += 1
@@ -532,7 +532,9 @@ class Scheduler:
             self._waiters -= 1
 
     def close(self) -> None:
-        """Stop the worker thread. ``on_close`` is called once no operation can run any more."""
+        """Stop the worker thread. ``on_close`` is called once no operation can run any more: now, or by the worker
+        thread if it is running. Idempotent.
+        """
         if self.closed:
             return
         self.closed = True
