@@ -345,9 +345,7 @@ class _Members(Closes, Claimable):
             The group was closed.
         """
         self._check_open()
-        if not isinstance(buffer, VirtualBuffer):
-            raise TypeError(f"buffer must be a GrowableBuffer or another VirtualBuffer, not {buffer!r}")
-        if session_of(buffer) is not self._session:
+        if session_of(checked_type("buffer", buffer, VirtualBuffer)) is not self._session:
             raise ValueError(f"{buffer!r} belongs to another driver than the group")
         self._admit(buffer, checked_type("tag", tag, str))
 
@@ -364,6 +362,8 @@ class _Members(Closes, Claimable):
             The buffer is in the group and asleep: wake it first.
         InUseError
             The buffer is in the group and frozen: thaw it first.
+        TypeError
+            ``buffer`` is no virtual buffer.
         """
 
         def act(_: Claim) -> None:
@@ -374,7 +374,7 @@ class _Members(Closes, Claimable):
             if self._members.pop(buffer, None) is not None:
                 buffer._remedy = RESTORE
 
-        claiming((buffer,), act)
+        claiming((checked_type("buffer", buffer, VirtualBuffer),), act)
 
     @property
     def buffers(self) -> dict[VirtualBuffer, str]:
@@ -455,7 +455,8 @@ class _Members(Closes, Claimable):
 
     def _alone(self, act: Callable[[Claim], T], *buffers: VirtualBuffer) -> T:
         """Call ``act(claim)`` under claims of the group and of ``buffers``, so that no other call changes them. Returns
-        the result of ``act``. Raises ClosedError, InUseError, and ValueError for a buffer that is not in the group.
+        the result of ``act``. Raises ClosedError, InUseError, TypeError, and ValueError for a buffer that is not in the
+        group.
         """
 
         def open_only(claim: Claim) -> T:
@@ -466,7 +467,7 @@ class _Members(Closes, Claimable):
                     raise ValueError(f"{buffer!r} is not in the group {self!r}")
             return act(claim)
 
-        return claiming((self, *buffers), open_only)
+        return claiming((self, *(checked_type("buffer", one, VirtualBuffer) for one in buffers)), open_only)
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.device.default_stream if stream is None else stream, self.device)
@@ -648,9 +649,9 @@ class _Backups(_Members):
         Raises
         ------
         TypeError, ValueError
-            The buffer is awake or not in the group, or its bytes were not kept. Or ``target`` is no writable array of
-            bytes, or is too large. Or a sleep and its undo failed, so that the buffer still has its memory:
-            :meth:`wake` it.
+            ``buffer`` is no virtual buffer, is awake or not in the group, or its bytes were not kept. Or ``target`` is
+            no writable array of bytes, or is too large. Or a sleep and its undo failed, so that the buffer still has
+            its memory: :meth:`wake` it.
         DamagedBackupError, OSError
             The stored bytes are damaged, or a file cannot be read.
         ClosedError
@@ -677,9 +678,9 @@ class _Backups(_Members):
         Raises
         ------
         TypeError, ValueError
-            The buffer is awake or not in the group. Or ``source`` is no array of bytes, is too large, or is smaller
-            than a buffer whose bytes were not kept. Or a sleep and its undo failed, so that the buffer still has its
-            memory: :meth:`wake` it.
+            ``buffer`` is no virtual buffer, is awake or not in the group. Or ``source`` is no array of bytes, is too
+            large, or is smaller than a buffer whose bytes were not kept. Or a sleep and its undo failed, so that the
+            buffer still has its memory: :meth:`wake` it.
         InUseError
             The buffer is frozen, or a signal handler or a hook called this method during another call.
         OutOfMemoryError, OSError
@@ -845,7 +846,7 @@ class SleepGroup(_Backups):
             if isinstance(keep, bool):
                 kept_tags = set(chosen.values()) if keep else set()
             else:
-                kept_tags = {keep} if isinstance(keep, str) else set(keep)
+                kept_tags = set(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else {keep}
                 self._check_tags(kept_tags, self.buffers)
 
             def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:

@@ -374,7 +374,7 @@ class SparseArray(OwnsNode):
         level.
         """
         most = max(self.levels, 1)
-        if not 0 <= level < most:
+        if not 0 <= checked_type("level", level, int) < most:
             raise ValueError(f"level={level}: the array has {most}")
         extents = self.shape[1:] if self.layered else self.shape
         return tuple(max(extent >> level, 1) for extent in extents)
@@ -605,7 +605,7 @@ class SparseArray(OwnsNode):
         """
         self._check_layer(layer)
         shape = self.level_shape(level)
-        parts = (slice(None),) * len(shape) if region is None else tuple(region)
+        parts = (slice(None),) * len(shape) if region is None else region if isinstance(region, Sequence) else ()
         if len(parts) != len(shape) or not all(isinstance(part, slice) for part in parts):
             raise ValueError(f"region={region!r}: allowed are {len(shape)} slices")
         bounds = []
@@ -645,7 +645,7 @@ class SparseArray(OwnsNode):
             yield _Tile(_TAIL, 0 if self.mip_tail.single else layer, 0, 0, index)
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
+        if not 0 <= checked_type("layer", layer, int) < self.layers:
             raise ValueError(f"layer={layer}: the array has {self.layers}")
 
     def _ordered(self, stream: StreamLike) -> Stream:

@@ -194,7 +194,7 @@ class TestMembers:
             lambda: group.allocate(64, tag=wrong),
             lambda: group.add(buffer, wrong),
             lambda: group.tagged(wrong).allocate(64),
-            lambda: group.sleep(keep=[3]),  # type: ignore[list-item]
+            *(partial(group.sleep, keep=keep) for keep in ([3], 3, None)),  # type: ignore[arg-type]
             *(partial(call, wrong) for call in (group.sleep, group.wake, group.freeze, group.thaw)),
         ]
         each_raises(TypeError, *calls, match="tag must be")
@@ -202,8 +202,11 @@ class TestMembers:
 
     @pytest.mark.parametrize("wrong", [None, 5, "a"])
     def test_other_things_are_refused(self, group: vmm.SleepGroup, wrong: Any) -> None:
-        with pytest.raises(TypeError, match="VirtualBuffer"):
-            group.add(wrong)
+        calls: list[Callable[[], object]] = [
+            *(partial(call, wrong) for call in (group.add, group.remove)),
+            *(partial(call, wrong, np.zeros(4, np.uint8)) for call in (group.read, group.write)),
+        ]
+        each_raises(TypeError, *calls, match="buffer must be a VirtualBuffer")
 
     def test_a_backup_that_is_no_pool(self, device: sa.Device) -> None:
         with pytest.raises(TypeError, match="backup must be a MemoryPool, HostTier or DiskTier, not Device"):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import size_text, undoing
 from streamalloc.core.internal import Device, Stream, StreamLike, TypedView, as_stream, check_device
-from streamalloc.core.properties import MemLocation, checked_number
+from streamalloc.core.properties import MemLocation, checked_number, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
@@ -248,8 +248,7 @@ class PageTable(Closes):
     """
 
     def __init__(self, space: PageSpace, dtype: npt.DTypeLike = np.int64, *, stream: StreamLike | None = None) -> None:
-        if not isinstance(space, PageSpace):
-            raise TypeError(f"space must be a PageSpace, not {type(space).__name__} ({space!r})")
+        checked_type("space", space, PageSpace)
         kind = np.dtype(dtype)
         if kind not in (np.dtype(np.int32), np.dtype(np.int64)):
             raise TypeError(f"dtype={kind}: allowed are int32 and int64")

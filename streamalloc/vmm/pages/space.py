@@ -714,7 +714,7 @@ class PageSpace(SwapSpace):
         EvictedError, InUseError, CaptureError, ClosedError, CudaError, TypeError
             As for :meth:`commit`. No page is changed.
         """
-        of._check_open()
+        checked_type("of", of, PageSpace)._check_open()
         chosen, sources = self._chosen(pages), of._chosen(its_pages)
         if of._physical is not self._physical:
             raise ValueError(f"of={of!r} is a space of another arena than {self!r}")

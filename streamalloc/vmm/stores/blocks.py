@@ -35,7 +35,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     kernels_may_use,
 )
-from streamalloc.core.properties import checked_size
+from streamalloc.core.properties import checked_size, checked_type
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import drained, session_of
 from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, RLock
@@ -510,6 +510,7 @@ class BlockTier(Tier, Closes):
             Contents have changed. The error's ``block`` is the index of the first such block in ``stored``. Blocks on
             disk are checked while they are read, so the contents of the memory are then undefined.
         """
+        checked_type("stored", stored, Stored)  # type: ignore[type-abstract]
         ordered = copying_stream(stream, self.device)
         side = CopySide.of(memory, session_of(ordered), writable=True)
         numbers = _checked(blocks, stored.nbytes, side)
@@ -561,11 +562,11 @@ class BlockTier(Tier, Closes):
         Raises
         ------
         TypeError, ValueError
-            ``nbytes`` is 0 or not a size.
+            ``count`` is not an integer, or ``nbytes`` is 0 or not a size.
         OutOfMemoryError, OSError, ClosedError
             As for :meth:`save`.
         """
-        nbytes = checked_size("nbytes", nbytes)
+        count, nbytes = checked_type("count", count, int), checked_size("nbytes", nbytes)
         if not nbytes:
             raise ValueError("nbytes=0: a block has at least one byte")
         with self._lock:

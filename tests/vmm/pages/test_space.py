@@ -322,3 +322,4 @@ def test_changes_in_stream_order(space: vmm.PageSpace, gate: Gate) -> None:
 def test_what_is_refused(space: vmm.PageSpace, arena: vmm.PageArena) -> None:
     each_raises(TypeError, lambda: vmm.PageTable(space, np.uint8), match="int32 and int64")
     each_raises(TypeError, lambda: vmm.PageTable(arena), match="space must be")  # type: ignore[arg-type]
+    each_raises(TypeError, lambda: space.alias(0, arena, 1), match="of must be a PageSpace")  # type: ignore[arg-type]

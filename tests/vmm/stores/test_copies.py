@@ -14,7 +14,7 @@ from streamalloc import vmm
 from streamalloc.driver.block_kernel import COPY_MOST, block_copies
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.stores import copies
-from tests.support import Account, end_what_was_dropped, filled, names, pattern, pending, read
+from tests.support import Account, each_raises, end_what_was_dropped, filled, names, pattern, pending, read
 from tests.vmm.pages.support import commit_filled, values
 from tests.vmm.support import PAGE
 
@@ -420,3 +420,10 @@ def test_a_stream_is_not_left_out(device: sa.Device, stream: sa.Stream, pool: sa
     refused = pytest.raises(TypeError, match=r"stream must be a Stream or .*, not None")
     with vmm.HostTier(device) as tier, pool.allocate(4096, stream) as buffer, refused:
         tier.save(buffer, [0], 4096, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [None, "x", 1.5])
+def test_arguments_of_other_types(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, wrong: Any) -> None:
+    with vmm.HostTier(device) as tier, pool.allocate(4096, stream) as buffer:
+        each_raises(TypeError, lambda: tier.load(wrong, buffer, [0], stream), match="stored must be a Stored")
+        each_raises(TypeError, lambda: tier.reserve(wrong, 4096), match="count must be an integer")
