@@ -656,8 +656,8 @@ class GraphBuffer(Buffer):
         Raises
         ------
         TypeError, ValueError
-            ``stream`` is not a stream, ``access`` names something that is not a device, or one of them
-            belongs to another driver.
+            ``graph`` is not a :class:`Graph`, ``stream`` is not a stream, ``access`` names something that is not a
+            device, or one of them belongs to another driver.
         InvalidValueError
             A node is of another graph, or the size is 0.
         ClosedError
@@ -671,8 +671,10 @@ class GraphBuffer(Buffer):
         >>> graph.nodes
         ['MEM_ALLOC', 'MEM_FREE']
         """
+        from streamalloc.core.graph import Graph
+
         checked_type("stream", stream, Stream)
-        session, device = graph._session, stream.device
+        session, device = checked_type("graph", graph, Graph)._session, stream.device
         if stream._session is not session:
             raise ValueError(f"stream={stream!r} belongs to another driver than {graph!r}")
         params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()

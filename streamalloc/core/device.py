@@ -162,15 +162,15 @@ class Device:
 
         Raises
         ------
-        ValueError
-            No attribute has this name.
+        TypeError, ValueError
+            ``name`` is no text, or no attribute has this name.
         NotSupportedError
             The installed bindings do not have the attribute; newer bindings do.
         InvalidValueError
             The driver does not have the attribute.
         """
         prefix = "CU_DEVICE_ATTRIBUTE_"
-        full = prefix + name.removeprefix(prefix)
+        full = prefix + checked_type("name", name, str).removeprefix(prefix)
         if enum_member("CUdevice_attribute", full) is None:
             check_name("CUdevice_attribute", prefix, name.removeprefix(prefix))
         member = bindings_member("CUdevice_attribute", full)

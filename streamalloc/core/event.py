@@ -139,8 +139,9 @@ class Event(Closes, Shareable, Shown):
         >>> ready = sa.Event.from_handle(message.data, device)  # doctest: +SKIP
         >>> stream.wait(ready)  # doctest: +SKIP
         """
-        if getattr(device, "location", None) is None:
-            raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
+        from streamalloc.core.device import check_device
+
+        check_device("device", device)
         event = cls.__new__(cls)
         event._raw = None
         event._adopt(device, interprocess=False)

@@ -60,8 +60,12 @@ class Graph(Closes):
     @classmethod
     def create(cls, device: Device) -> Self:
         """Make a graph without nodes for streams of ``device`` (``cuGraphCreate``). Nodes are added by driver calls
-        with :attr:`handle`, by cuda.core and by :meth:`GraphBuffer.add_to`.
+        with :attr:`handle`, by cuda.core and by :meth:`GraphBuffer.add_to`. Raises TypeError if ``device`` is no
+        :class:`Device`.
         """
+        from streamalloc.core.device import check_device
+
+        check_device("device", device)
         graph = cls(device)
         graph._handle._raw = graph._session.call("cuGraphCreate", 0)
         return graph

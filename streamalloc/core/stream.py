@@ -231,7 +231,15 @@ class Stream(Closes, Shown):
         owner
             An object to keep alive, because it keeps the driver's stream alive; None if the caller does that. Not used
             for default streams.
+
+        Raises
+        ------
+        TypeError
+            ``device`` is not a :class:`Device`.
         """
+        from streamalloc.core.device import check_device
+
+        check_device("device", device)
         if handle in DEFAULT_HANDLES:
             return default_stream(device, handle)
         return LibraryStream._borrow(device, handle, owner)

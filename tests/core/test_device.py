@@ -16,7 +16,7 @@ import streamalloc.driver as sd
 from streamalloc.cli.info import missing_for
 from streamalloc.driver.bindings import cuda, enum_member
 from streamalloc.testing import Faults
-from tests.support import MiB, names
+from tests.support import MiB, each_raises, names
 
 # The attribute behind each capability (driver API, CUdevice_attribute) that is not its name with "_SUPPORTED".
 ASKED = {
@@ -162,6 +162,13 @@ def test_access(raw: Any, device: sa.Device, peer: sa.Device) -> None:
     assert device.can_access(peer) is bool(raw.cuDeviceCanAccessPeer(0, 1)[1])
     with pytest.raises(TypeError, match="peer must be a Device"):
         device.can_access(1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "x"])
+def test_arguments_of_other_types(device: sa.Device, wrong: Any) -> None:
+    each_raises(TypeError, lambda: sa.Stream.of_handle(wrong, 5, None), match="device must be a Device")
+    if not isinstance(wrong, str):
+        each_raises(TypeError, lambda: device.attribute(wrong), match="name must be a string")
 
 
 class TestStreamsOfADevice:

@@ -334,6 +334,8 @@ def test_refused(device: sa.Device, stream: sa.Stream) -> None:
         each_raises(sa.InvalidValueError, lambda: sa.GraphBuffer.add_to(graph, 16, stream, after=[node]))
         each_raises(sa.InvalidValueError, lambda: sa.GraphBuffer.add_to(graph, 0, stream))
         each_raises(TypeError, lambda: sa.GraphBuffer.add_to(graph, 16, 7), match="stream must be a Stream")  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: sa.GraphBuffer.add_to(7, 16, stream), match="graph must be a Graph")  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: sa.Graph.create("x"), match="device must be a Device")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="access must be a Device"):
             sa.GraphBuffer.add_to(graph, 16, stream, access=[device.location])  # type: ignore[list-item]
         with pytest.raises(ValueError, match="belongs to another driver"):
