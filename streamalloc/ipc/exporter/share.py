@@ -31,6 +31,7 @@ from streamalloc.core.properties import (
     MemHandleType,
     MemLocationType,
     MemPoolPtrExportData,
+    checked_type,
 )
 from streamalloc.core.resource import RawHandles, Unique
 from streamalloc.core.session import Session, session_of
@@ -299,6 +300,7 @@ def send(
     TimeoutError, PeerGoneError, ClosedError
         As for ``channel.send``. The memory stays shared.
     """
+    checked_type("channel", channel, Channel)
     if isinstance(thing, Shared):
         if stream is not None or hold > thing.held:
             raise ValueError("stream and hold are arguments of share: what it has returned is sent without them")

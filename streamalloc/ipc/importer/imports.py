@@ -30,6 +30,7 @@ from streamalloc.core.internal import (
     ordered_after,
     work,
 )
+from streamalloc.core.properties import checked_type
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.ipc.transport.handle_server import fetch, published
@@ -66,7 +67,8 @@ class ReceivedHandles:
         # Handles that this process has shared itself are replaced by duplicates: the originals must stay open, because
         # the process may share the memory again.
         ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
-        self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in handles] if handles else []
+        given = [checked_type("handles", fd, Fd) for fd in handles] if handles else []
+        self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in given]
         self._by_id: dict[bytes, Fd] = {}
 
     def identify(self, described: Descriptor) -> None:

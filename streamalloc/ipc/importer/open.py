@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 
 from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing
 from streamalloc.core.internal import Device, Event, Fd, Stream, StreamLike, as_stream
-from streamalloc.core.properties import MemAccess
+from streamalloc.core.properties import MemAccess, checked_type
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
@@ -139,7 +139,7 @@ def receive(
     ValueError, TypeError, StaleDescriptorError, ConnectionError, CaptureError, CudaError
         As for :func:`open`.
     """
-    message = channel.receive(timeout=timeout)
+    message = checked_type("channel", channel, Channel).receive(timeout=timeout)
     return open(message.data, message.handles, stream=stream, driver=driver, kind=kind)
 
 

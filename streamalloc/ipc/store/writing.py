@@ -30,7 +30,7 @@ from streamalloc.core.internal import (
     await_device,
     deferred_queue,
 )
-from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
+from streamalloc.core.properties import MemAccess, MemHandleType, checked_size, checked_type
 from streamalloc.core.resource import Leaves, Unique, close_all
 from streamalloc.core.session import session_of
 from streamalloc.driver import ForkedProcessError
@@ -221,11 +221,13 @@ class WeightsWriter(Tensors, Unique, Leaves):
         ------
         ValueError
             The name exists or is not allowed, or the tensor is outside of the memory.
+        TypeError
+            ``tensor`` is no :class:`Tensor`.
         ClosedError
             The epoch was committed or aborted.
         """
         self._check_open()
-        self.layout.add(name, tensor, self.nbytes)
+        self.layout.add(name, checked_type("tensor", tensor, Tensor), self.nbytes)
         return self[name]
 
     def reserve(self, nbytes: int | str) -> int:

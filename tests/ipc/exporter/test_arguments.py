@@ -20,7 +20,7 @@ from streamalloc.testing import Gate, settle
 from tests.ipc.exporter.test_foreign import Array, open_pickled
 from tests.ipc.support import PAGE, POSIX
 from tests.processes import Partner, eventually
-from tests.support import MiB, filled
+from tests.support import MiB, each_raises, filled
 
 BLOCK = 2 * MiB
 
@@ -204,3 +204,13 @@ class TestHold:
         settle()
         partner.run(open_pickled, "it", queue._reader.recv_bytes())
         assert partner.kept("it").shows(1)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "x"])
+def test_arguments_of_other_types(device: sa.Device, wrong: Any) -> None:
+    with sa.MemoryPool(device, handle_types=POSIX) as pool:
+        shared = ipc.share(pool)
+        calls = (lambda: ipc.send(wrong, shared), lambda: ipc.receive(wrong, driver=device.driver))
+        each_raises(TypeError, *calls, match="channel must be a Channel")
+        data = bytes(shared)
+        each_raises(TypeError, lambda: ipc.open(data, [wrong], driver=device.driver), match="handles must be")

@@ -213,6 +213,7 @@ def test_arguments_of_other_types(serve: Serve) -> None:
         for shape, dtype, name in ((2.0, "f4", "shape"), (None, "f4", "shape"), (3, None, "dtype")):
             with pytest.raises(TypeError, match=f"{name}[= ]"):
                 weights.allocate("other", shape, dtype)  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: weights.place("other", 3), match="tensor must be a Tensor")  # type: ignore[arg-type]
         each_raises(ValueError, lambda: weights.reserve(-2000), lambda: weights.allocate("all", 3, np.uint8))
     each_raises(ValueError, lambda: store.write("key", like="next"), match="like='next'")  # type: ignore[arg-type]
     each_raises(TypeError, lambda: store.open("key", layout=5), match="layout")  # type: ignore[arg-type]
