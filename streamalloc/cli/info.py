@@ -1,4 +1,4 @@
-"""Show driver, versions, supported features of each device, and requirements of unsupported ones."""
+"""Show the driver, versions, the features that each device supports, and what other features would need."""
 
 from __future__ import annotations
 
@@ -385,8 +385,8 @@ def _query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
 
 
 def missing_for(capabilities: sa.Capabilities) -> list[str]:
-    """Return a line for each feature of fabric handles, multicast and newer calls that is missing, with the reason and
-    the remedy.
+    """Return a line with the reason and the remedy for each of these features that is missing: fabric handles,
+    multicast, and capabilities that only newer bindings report.
     """
     lines = []
     if capabilities.fabric_handles is False:

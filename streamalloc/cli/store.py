@@ -1,4 +1,4 @@
-"""Show, load or remove what the stores of this user hold."""
+"""List, show, load or remove the keys of this user's stores."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class OutputError(Exception):
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--json [FILE]``."""
+    """Add the option ``--json [FILE]`` to ``parser``."""
     about = "write JSON to FILE; without FILE print it instead of the table"
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
 

@@ -20,9 +20,9 @@ class DriverMisuseError(AssertionError):
 
 
 class DriverNotFoundError(RuntimeError):
-    """No usable CUDA driver was found, and no simulated driver was chosen.
+    """No usable CUDA driver was found.
 
-    :func:`real` and :func:`default` raise it.
+    :func:`real` raises this error, and so does :func:`default` if no other driver was chosen.
     """
 
 

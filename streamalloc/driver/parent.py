@@ -14,7 +14,9 @@ import sys
 from typing import Any, NamedTuple
 
 VARIABLE = "STREAMALLOC_TEST"
-"""Name of the environment variable and of the multiprocessing configuration key."""
+"""Name of the environment variable, and key of the multiprocessing configuration, whose value is the text of a
+:class:`ParentTest`.
+"""
 
 _AT_START = os.environ.get(VARIABLE, "")
 

@@ -263,8 +263,8 @@ class Checked(Driver, Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Texts about what this run did not check: one for each reason, with a count and the first line of the
-        program.
+        """Texts about what this run did not check: one for each reason, with the first place in the program, the count
+        if it is above 1, and at most three names of what was not checked.
         """
 
     @property

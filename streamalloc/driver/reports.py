@@ -213,7 +213,7 @@ class Hazard:
     what: str
     """The conflicting operations and the missing order, in one sentence."""
     remedy: str
-    """Advice, in one sentence."""
+    """Advice on how to correct the program."""
     address: int = 0
     """Address of the memory; of several leaks at one place, that of the first. For ``"double free"``: the handle or
     address that the call named. For ``"use after destroy"``: 0.
@@ -248,7 +248,7 @@ class Hazard:
 
     @property
     def stacks(self) -> dict[str, list[str]]:
-        """Lists of traceback lines, without frames of this package, by name of the operation (``"this call"``,
+        """Lists of traceback lines, without frames of this package, by name of the operation (such as ``"this call"``,
         ``"allocated"``, ``"freed"``, ``"used"``).
         """
         return {name: lines(stack) for name, stack in self.places}

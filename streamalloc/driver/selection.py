@@ -172,7 +172,8 @@ def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitia
     * Calls that the driver refuses, such as a copy beyond its allocation or to memory that is not mapped. Refused calls
       on freed memory are reported.
     * An old address on the stream on which its memory was freed and allocated again. ``Buffer`` objects refuse it.
-    * Rows of a plane after the first 32,768.
+    * Rows of a copy or fill after the first 32,768 of a plane, and hazards after the first 1,000.
+    * Memory that was not allocated through this driver, and graphs that were not built through this driver.
     * Processes without a checker or of another user. If both processes have a checker, a use of a shared allocation is
       reported, in both directions, if it does not wait for an interprocess event or a value of the other process. For
       shared physical memory, only the work before the export is checked this way. A process that has waited for a third

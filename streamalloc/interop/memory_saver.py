@@ -491,7 +491,7 @@ def _remove(path: Path, process: int) -> None:
 
 
 torch_memory_saver = TorchMemorySaver()
-"""The memory saver of this process."""
+"""Memory saver for the whole process, in place of the object of this name in ``torch_memory_saver``."""
 
 
 @contextlib.contextmanager

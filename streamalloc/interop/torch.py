@@ -602,13 +602,15 @@ def _release_lock(torch: Any) -> None:
 
 
 def expandable() -> bool:
-    """Whether PyTorch's option ``expandable_segments`` is on."""
+    """Whether PyTorch's option ``expandable_segments`` is on; before PyTorch 2.10, whether the environment turns the
+    option on.
+    """
     return _EXPANDABLE in _settings(library("torch"))[0]
 
 
 @contextlib.contextmanager
 def without_expandable() -> Iterator[None]:
-    """Within the ``with`` block, PyTorch's option ``expandable_segments`` is off."""
+    """Turn PyTorch's option ``expandable_segments`` off within the ``with`` block, for all threads."""
     settings, write = _settings(library("torch"))
     # The calls below set all settings. If they left out the option that releases the mutex, callbacks would deadlock.
     settings = settings if _RELEASE_LOCK in settings else f"{settings},{_RELEASE_LOCK}:True"

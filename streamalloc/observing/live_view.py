@@ -132,7 +132,7 @@ class LiveView(Closes):
 
     def figures(self) -> list[PoolFigures]:
         """Return the current statistics of the pools that are not closed. While this package captures a stream, pools
-        of its driver are left out.
+        of the stream's driver are left out.
         """
         pools = self._pools or [pool for session in sessions() for pool in known_pools(session)]
         return [found for found in map(_figures, pools) if found is not None]

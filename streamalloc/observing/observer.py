@@ -195,8 +195,8 @@ class Account:
         return any(allocator is one for one in self._allocators) or any(at == one.location for one in self._devices)
 
     def asked(self, allocator: Allocator | None, nbytes: int) -> None:
-        """Raise :class:`OutOfMemoryError` if an allocation of ``nbytes`` would exceed a limit. Called before the
-        driver.
+        """Raise :class:`OutOfMemoryError` if an allocation of ``nbytes`` bytes would exceed a limit. Called before the
+        driver function.
 
         ``allocator``: None for memory that is to be mapped.
         """
@@ -231,7 +231,9 @@ class Account:
         return largest(live)
 
     def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
-        """Record an allocation. Called after the driver. ``stream``: driver handle of the stream."""
+        """Record an allocation that the driver has made. ``stream``: driver handle of the stream. No effect without an
+        ``allocator``.
+        """
         if allocator is not None:
             self._record(self._from(allocator, address, nbytes, int(stream)))
 
@@ -243,7 +245,8 @@ class Account:
             self.look()
 
     def freed(self, address: int, stream: Any) -> None:
-        """Note a free. Called before the driver. ``stream``: driver handle; None for the stream of the allocation.
+        """Note a free, before the driver function is called. ``stream``: driver handle; None for the stream of the
+        allocation.
 
         Finalisers also call this, so it takes no lock.
         """
@@ -254,7 +257,7 @@ class Account:
         self._note(_FREE_FAILED, address, 0)
 
     def to_be_mapped(self, address: int, nbytes: int) -> None:
-        """Raise :class:`OutOfMemoryError` if a mapping of ``nbytes`` would exceed a limit.
+        """Raise :class:`OutOfMemoryError` if a mapping of ``nbytes`` bytes would exceed a limit.
 
         Called before the memory is mapped.
         """

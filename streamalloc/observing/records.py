@@ -63,7 +63,9 @@ def _loaded_site(code: bytes, at: int) -> Site:
 
 
 def sites(depth: int) -> tuple[Site, ...]:
-    """Return the ``depth`` innermost frames of the program, innermost first. Frames of this package are left out."""
+    """Return the ``depth`` innermost frames of the program, innermost first. Frames of this package, of test runners
+    and of some modules of Python are left out.
+    """
     return tuple(map(Site._make, here(depth)))
 
 

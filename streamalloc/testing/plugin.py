@@ -477,7 +477,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print which calls and memory the checks of all tests did not cover."""
+    """Print what the checks of all tests did not cover, with the number of tests and the first test for each reason."""
     tests: dict[str, dict[str, str]] = {}
     for report in [one for reports in terminalreporter.stats.values() for one in reports]:
         for text in dict(getattr(report, "user_properties", ())).get(_NOTES, ()):
