@@ -236,7 +236,7 @@ class Check:
     @contextlib.contextmanager
     def in_children(self, folder: Path) -> Iterator[None]:
         """Also check the Python processes that the program starts within the ``with`` block. The block sets the
-        environment variables :data:`VARIABLE` and ``PYTHONPATH``, which these processes inherit.
+        environment variables ``STREAMALLOC_CHECK_ALL`` and ``PYTHONPATH``, which these processes inherit.
 
         Each of these processes writes its hazards to a JSON file in ``folder`` when it ends, if there are any.
         """
