@@ -87,8 +87,8 @@ class RingItem(SlotMemory):
 
     def release(self, stream: StreamLike | None = None) -> None:
         """Release the slot after the work of ``stream``, by default the ring's stream (``cuStreamWriteValue32``).
-        Idempotent. Raises CaptureError if the stream is being captured, ClosedError if the stream was closed, and
-        TypeError or ValueError if ``stream`` is not a stream of this driver.
+        Idempotent. Raises CaptureError if the stream is being captured, ClosedError if the stream was closed, TypeError
+        or ValueError if ``stream`` is not a stream of this driver, and CudaError if the driver refuses.
         """
         if not self._held:
             return
@@ -200,7 +200,7 @@ class RingConsumer(RingEnd):
         Raises
         ------
         TimeoutError
-            No item was handed off.
+            No item was handed off in time.
         EOFError
             The producer has closed the ring, and all items were taken.
         PeerGoneError
@@ -210,9 +210,9 @@ class RingConsumer(RingEnd):
             The packet is not an item of this ring; the connection is then closed.
         ClosedError
             This end was closed.
-        CaptureError
-            The contents are not complete yet, and the stream cannot wait for them because it is being captured. The
-            next call returns the item.
+        CaptureError, CudaError
+            The contents are not complete yet, and the stream cannot wait for them, because it is being captured or the
+            driver refuses. The next call returns the item.
         """
         data = self._again
         if data is None:

@@ -63,7 +63,7 @@ class Slot:
     lease: Lease
     """Lease whose words (:attr:`.Lease.words`) the producer writes for this slot of the ring."""
     used: int = 0
-    """Bytes of the present item in the slot."""
+    """Size in bytes of the item that is in the slot."""
     theirs: ImporterWords | None = None
     """Words that the last consumer of this slot writes; None if the next fill has no consumer to wait for."""
     value: int = 0
@@ -118,8 +118,8 @@ class RingSlot(SlotMemory):
             No consumer is left. Add one and hand off the slot again, or give the slot back.
         ClosedError
             The slot was handed on already, or the ring was closed.
-        CaptureError
-            The stream is being captured.
+        CaptureError, CudaError
+            The stream is being captured, or the driver refused a call.
         """
         self.check_usable()
         self._deliveries.hand_off(self)
@@ -214,7 +214,8 @@ class Deliveries(RingEnding):
     def take(self) -> RingSlot | None:
         """Take the next free slot for the stream to fill. The stream waits for the slot's last consumer
         (``cuStreamWaitValue32``). Returns None if no slot is free. Raises the errors of :meth:`refuse` if the
-        ring was closed or has no consumer, and CaptureError if the stream would have to wait and is being captured.
+        ring was closed or has no consumer, CaptureError if the stream would have to wait and is being captured, and
+        CudaError if the driver refuses.
         """
         if not self.free and not self.settle():
             return None
@@ -231,7 +232,9 @@ class Deliveries(RingEnding):
         return taken
 
     def settle(self) -> bool:
-        """Move the slots that consumers have released to :attr:`free`. Returns whether any slot is free now."""
+        """Move the slots that consumers have released to :attr:`free`. Close the channels of leaving consumers that use
+        no slot any more. Returns whether any slot is free now.
+        """
         for consumer in (*self.consumers, *self.leaving):
             for slot in tuple(consumer.in_flight):
                 if slot.theirs.closing.value == slot.value:  # type: ignore[union-attr]
@@ -456,12 +459,16 @@ class RingProducer(RingEnd):
 
         Raises
         ------
+        TypeError
+            ``channel`` is not a :class:`Channel`.
+        TimeoutError
+            The consumer has not called :meth:`Ring.consumer` in time.
         PeerGoneError
-            The consumer's process has ended, or could not create its side of the ring.
+            The consumer's process has ended, or could not create its end of the ring.
         ProtocolError
             The answer is not from a ring's consumer.
         ClosedError
-            The ring was closed.
+            The ring or the channel was closed.
         """
         checked_type("channel", channel, Channel)
         self._check_open()
@@ -504,8 +511,8 @@ class RingProducer(RingEnd):
             The ring has no consumer, or all consumers have gone. Add a consumer and call again.
         ClosedError
             The ring was closed.
-        CaptureError
-            The stream is being captured.
+        CaptureError, CudaError
+            The stream cannot wait for the release, because it is being captured or the driver refuses.
         """
         state = self._deliveries
         end = deadline_after(timeout)
@@ -545,8 +552,10 @@ class RingProducer(RingEnd):
         ------
         TypeError, ValueError
             ``data`` is no source of :meth:`Memory.copy_from`, or is larger than a slot.
-        TimeoutError, PeerGoneError, ClosedError, CaptureError
+        TimeoutError, PeerGoneError, ClosedError
             As for :meth:`next`.
+        CaptureError, CudaError
+            The stream is being captured, or the driver refused a call.
         """
         source = CopySide.of(data, self._session)
         if source.nbytes > self.slot_bytes:

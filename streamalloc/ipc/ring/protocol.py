@@ -205,6 +205,8 @@ class RingEnd(Closes, Shown):
         ------
         CudaError
             The driver refused a call. Later calls of the package attempt the rest of the work.
+        ForkedProcessError
+            This process is a forked child of the process that made the ring.
         """
         self._session.check_process()
         ending = self._ending

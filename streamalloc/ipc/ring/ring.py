@@ -1,4 +1,4 @@
-"""``Ring``: a stream of data from one process to others, through memory that is shared once.
+"""``Ring``: one process hands items of data to other processes, in memory that is shared once.
 
 The producer allocates one buffer and divides it into *slots*. It fills a free slot in stream order, and sends a
 consumer a packet of 24 bytes that names the slot. The consumer's stream waits for the contents, and releases the slot
@@ -16,7 +16,7 @@ from streamalloc.pool import MemoryPool
 
 
 class Ring:
-    """A stream of data between processes, through slots of memory that are shared once.
+    """Slots of memory in which one process hands items of data to other processes. The memory is shared once.
 
     One process makes the :meth:`producer`. Every other process makes a :meth:`consumer` over a
     :class:`~streamalloc.ipc.Channel`, whose other end the producer gets by :meth:`RingProducer.add`. Each item goes to
@@ -66,6 +66,8 @@ class Ring:
             The stream is being captured.
         ClosedError
             The pool or the stream was closed.
+        CudaError
+            The driver refused a call.
         """
         return RingProducer(pool, slot_bytes, slots, stream)
 
@@ -83,7 +85,8 @@ class Ring:
         Parameters
         ----------
         channel
-            A connection to the producer. The consumer owns the channel from now on, and closes it even on failure.
+            A connection to the producer. The consumer owns the channel from now on, and also closes it if the open
+            fails.
         stream
             The stream that waits for the contents and releases the slots; default: the default stream of the memory's
             device. A stream made by the program is faster.
@@ -98,11 +101,15 @@ class Ring:
             The producer has not added the other end in time.
         PeerGoneError
             The producer has ended, or closed its end.
-        ProtocolError, ValueError
-            The message is not from a ring's producer, or the memory cannot be opened here; the error has the reason.
+        ProtocolError
+            The message is not from a ring's producer.
+        ValueError, CudaError
+            The memory cannot be opened here; the error has the reason. ValueError also for a negative ``timeout``.
         TypeError
             ``channel`` is not a :class:`Channel`, or ``stream`` is not a stream.
-        CaptureError, ClosedError
-            ``stream`` is being captured; the stream or the channel was closed.
+        CaptureError
+            ``stream`` is being captured.
+        ClosedError
+            The stream or the channel was closed.
         """
         return RingConsumer(channel, stream, timeout, driver)
