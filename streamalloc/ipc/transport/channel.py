@@ -175,8 +175,10 @@ def deadline_after(timeout: float | None) -> float | None:
 
     Raises
     ------
+    TypeError
+        The timeout is no number.
     ValueError
-        The timeout is negative or not a number.
+        The timeout is negative or NaN.
     """
     if timeout is None:
         return None
@@ -210,7 +212,9 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 def sealed_file(data: bytes) -> Fd:
-    """Return a new in-memory file that contains ``data`` and is sealed against changes (``memfd_create``)."""
+    """Return a new in-memory file that contains ``data`` and is sealed against changes (``memfd_create``). Raises
+    OSError if no file can be made.
+    """
     fd = Fd(os.memfd_create("streamalloc:message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     view = memoryview(data)
     while view:
@@ -465,6 +469,8 @@ class Channel(_SocketOwner):
             The listener belongs to another user.
         TimeoutError
             The listener's queue stayed full.
+        TypeError, ValueError
+            ``address`` is no path or name, or too long; or ``timeout`` is negative.
         """
         end = deadline_after(timeout)
         connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -492,10 +498,14 @@ class Channel(_SocketOwner):
 
         Raises
         ------
+        TypeError
+            ``fd`` is neither a number nor an :class:`Fd`.
         ValueError
             The descriptor is not a connected ``AF_UNIX`` socket of type ``SOCK_SEQPACKET``.
         PermissionError
             The other end belongs to another user.
+        ClosedError
+            The :class:`Fd` was closed.
         """
         number = number_of(fd)
         with contextlib.ExitStack() as undo:
@@ -531,13 +541,17 @@ class Channel(_SocketOwner):
         Raises
         ------
         TypeError, ValueError
-            ``data`` is not bytes-like, a handle is not a descriptor, or there are too many bytes or descriptors.
+            ``data`` is not bytes-like, a handle is not a descriptor, there are too many bytes or descriptors, or the
+            timeout is negative.
         TimeoutError
             The receiver's queue stayed full. The message is not delivered. The channel stays usable.
         PeerGoneError
             The other end is closed. Messages that came from it before can still be received.
         ClosedError
-            This end is closed.
+            This end is closed, or an :class:`Fd` in ``handles`` is.
+        OSError
+            A number in ``handles`` is no open descriptor (``EBADF``). Or the message needs more than one packet, and
+            this process has no free descriptor (``EMFILE``).
         """
         wait = self.timeout if timeout is None else timeout
         end = None if wait is None else deadline_after(wait)
@@ -573,6 +587,8 @@ class Channel(_SocketOwner):
             The other end is closed, and all messages from it were received.
         ProtocolError
             The packet is not a valid message. The channel is closed.
+        TypeError, ValueError
+            The timeout is no number, or is negative.
         OSError
             This process has no space for the descriptors of the message (``EMFILE``). The message is lost; the channel
             stays usable.
@@ -759,6 +775,8 @@ class Listener(_SocketOwner):
             A process of another user connected and was refused. The listener stays usable.
         ClosedError
             The listener was closed, perhaps during this call.
+        OSError
+            This process has no free descriptor (``EMFILE``). The connection waits in the listener's queue.
         """
         end = deadline_after(timeout)
         while True:

@@ -73,7 +73,9 @@ class TimeLimit(NamedTuple):
 
     @classmethod
     def of(cls, seconds: float | None) -> TimeLimit:
-        """Return a limit of ``seconds`` from now; None for no limit."""
+        """Return a limit of ``seconds`` from now; None for no limit. Raises TypeError or ValueError for anything else
+        than a number from 0 on.
+        """
         return cls(seconds, deadline_after(seconds))
 
     def passed(self) -> bool:
@@ -119,8 +121,8 @@ class GroupProtocolError(GroupError, ProtocolError):
 
 
 def described(error: BaseException) -> str:
-    """Return an error as text for other ranks: its message, preceded by its class unless it is a
-    :class:`GroupError`.
+    """Return the text of an error for other ranks: the message, preceded by the name of the error's class unless the
+    error is a :class:`GroupError`.
     """
     return str(error) if isinstance(error, GroupError) else f"{type(error).__name__}: {error}"
 
@@ -164,10 +166,10 @@ _HELLO_SECONDS = 5.0
 
 
 class Mesh(Closes):
-    """Channels to all other ranks of one machine; made by :meth:`meet`.
+    """Channels to all other ranks, for a group whose ranks are on one machine; made by :meth:`meet`.
 
     Each rank sends its data to all other ranks, and receives their data in order of arrival. So each rank can name the
-    ranks whose data is missing, and all ranks detect a death at once.
+    ranks whose data is missing, and a rank that waits in a call detects the death of any other rank immediately.
     """
 
     def __init__(self, rank: int, channels: dict[int, Channel]) -> None:
@@ -185,6 +187,8 @@ class Mesh(Closes):
         ------
         TimeoutError
             Ranks are missing at the end of ``limit``; the message names them.
+        PeerGoneError, PermissionError
+            A rank has closed its end, or a process of another user listens at one of the addresses.
         """
         channels: dict[int, Channel] = {}
         before, after = set(range(rank)), set(range(rank + 1, len(addresses)))
@@ -209,8 +213,8 @@ class Mesh(Closes):
         return cls(rank, channels)
 
     def all_to_all(self, call: Collective, data: bytes, handles: Sequence[Fd | int], limit: TimeLimit) -> list[Message]:
-        """Send ``data`` and the descriptors ``handles`` to all ranks, within ``limit``. Returns one :class:`Message`
-        for each rank, in the order of ranks.
+        """Send ``data`` and the descriptors ``handles`` to all ranks as the collective ``call``, within ``limit``.
+        Returns one :class:`Message` for each rank, in the order of ranks.
 
         The message of this rank has its own bytes, and duplicates of its own descriptors. After an error the mesh is
         closed, and the other ranks are notified.
@@ -360,7 +364,7 @@ class Communicator(Protocol):
     """One process's membership in a group.
 
     All ranks make the same calls in the same order, each rank from one thread at a time. ``timeout`` is in seconds;
-    None: the communicator's default. A call that fails on one rank fails on all ranks with a
+    None: the communicator's default. If a call fails on one rank, the other ranks raise a
     :class:`~streamalloc.ipc.GroupError`. The error's ``ranks`` are the ranks at fault. The error is also a
     ``TimeoutError`` if these ranks did not make the call, and a :class:`PeerGoneError` if they are gone. Afterwards the
     group is unusable, and further calls raise :class:`ClosedError`.
@@ -384,8 +388,8 @@ class Communicator(Protocol):
         """Block until all ranks have made this call."""
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-        """Return duplicates of the file descriptors of all ranks, one tuple for each rank. Raises ``ValueError`` if
-        hosts differ.
+        """Return duplicates of the file descriptors of all ranks, one tuple for each rank. Raises ``ValueError`` if the
+        ranks have different :attr:`host` names; the group then stays usable.
         """
 
     def close(self) -> None:
@@ -558,9 +562,9 @@ class AllgatherCommunicator(_Group):
     group
         An object with ``rank``, ``size`` and ``allgather(data)``, or with mpi4py's names; the caller closes it.
     timeout
-        Seconds for calls without a timeout argument; None: no limit. The time of ``group.allgather`` itself is not
-        limited; it is used by the first call, and by all calls of a group on several machines. Make no collective call
-        of ``group`` on another thread meanwhile.
+        Seconds for calls without a timeout argument; None: no limit. ``group.allgather`` itself has no time limit. The
+        first call uses it; in a group on several machines, every call does. Make no collective call of ``group`` on
+        another thread meanwhile.
     """
 
     def __init__(self, group: GroupLike, *, timeout: float | None = None) -> None:
@@ -743,7 +747,7 @@ def as_communicator(group: CommunicatorLike = None) -> Communicator:
     TypeError
         ``group`` is none of these.
     ValueError
-        ``group`` is None, and ``torch.distributed`` is not initialised.
+        ``group`` is None, and ``torch.distributed`` is not initialised. Or this process is not in the process group.
     """
     if group is None:
         is_initialized = _loaded("torch.distributed", "is_initialized")

@@ -42,7 +42,7 @@ _starting = Lock()
 
 def serve() -> bytes:
     """Start the thread that serves :data:`published`, unless the thread already runs in this process. Returns the
-    endpoint, 16 bytes that :func:`fetch` takes.
+    endpoint, 16 bytes that :func:`fetch` takes. Raises OSError if no socket can be made.
     """
     with _starting:
         process = os.getpid()
@@ -91,7 +91,7 @@ def fetch(endpoint: bytes, name: bytes) -> Fd:
     Raises
     ------
     ValueError
-        The process has closed the descriptor.
+        The process has closed the descriptor, or has none with this id.
     ConnectionError
         The process has ended.
     TimeoutError
