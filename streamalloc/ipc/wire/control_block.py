@@ -120,7 +120,7 @@ class Word(ctypes.c_uint32):
     """A word of a control block, 32 bits. Reading it is four times faster than reading an element of a NumPy array."""
 
     pointer: Any
-    """``CUdeviceptr`` of the word."""
+    """Address of the word as a ``CUdeviceptr``, for ``cuStreamWriteValue32`` and ``cuStreamWaitValue32``."""
 
 
 class SlotWords:
@@ -260,7 +260,9 @@ class ControlBlock:
                 raise
 
     def close(self) -> None:
-        """Unregister the memory and close the file. ``cuMemHostUnregister`` waits for the device's work. Idempotent."""
+        """Close the file, and unregister the memory. ``cuMemHostUnregister`` waits for the device's work; its errors
+        are hidden. Idempotent.
+        """
         self._own.close()
         self.fd.close()
         if self._raw is not None:
@@ -299,6 +301,8 @@ class ControlBlock:
         ------
         ValueError
             The file is not the control block ``name``, could be truncated, or has 128 importers already.
+        CudaError
+            The driver refuses to register the memory (``cuMemHostRegister``).
         """
         if not _is_block(fd, name):
             raise ValueError("the file descriptor that came with the message is not its control block")
@@ -326,7 +330,9 @@ class ControlBlock:
         return word
 
     def slot_words(self, slot: int) -> SlotWords:
-        """Return the exporter's words of a slot. Each call returns the same object."""
+        """Return the exporter's words of a slot. Each call returns the same object. Raises ValueError if there is no
+        such slot.
+        """
         # setdefault is atomic. Words are compared by identity, so two threads must get the same object.
         return self.slots.get(slot) or self.slots.setdefault(slot, SlotWords(self, slot))
 
@@ -342,8 +348,8 @@ class ControlBlock:
         return self.importers.get(key) or self.importers.setdefault(key, ImporterWords(self, slot, importer))
 
     def new_mark(self, kind: str) -> ExporterMark:
-        """Make a mark of the exporter: a word that keeps its value while the result exists. ``kind``: ``"pool"`` or
-        ``"hold"``.
+        """Make a mark of the exporter: a word that keeps its value while the result exists. If no word is free, the
+        result has the number 0, which means that there is no mark. ``kind``: ``"pool"`` or ``"hold"``.
         """
         return ExporterMark(self, kind, self._marks[kind], 1 + next(self._values) % (WORD - 1))
 
@@ -453,7 +459,9 @@ class ControlBlock:
         return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
-        """Whether the process of an importer is alive. ``importer``: its index."""
+        """Whether the process of an importer is alive: it has byte ``1 + importer`` of the control block's file locked.
+        ``importer``: the importer's column, from 0.
+        """
         return self._alive(1 + importer)
 
     def idle(self) -> bool:
@@ -471,16 +479,17 @@ class ControlBlock:
 
     def watch_importer(self, importer: int) -> None:
         """Start a thread that waits for an importer's death, and then counts the importer's uses as ended. So no stream
-        of this process waits for a dead importer for ever. Idempotent.
+        of this process waits for a dead importer for ever. Idempotent. Raises OSError if the file cannot be opened
+        again.
         """
         self._watch(1 + importer)
 
     def expect(self, words: SlotWords, wanted: int) -> None:
-        """Start a thread that waits for the exporter's death, and then sets ``ready`` of ``words`` to ``wanted`` unless
-        it has reached it. Call this before a stream waits for ``wanted``.
+        """Have ``ready`` of ``words`` set to ``wanted`` if the exporter dies before the word has reached that value.
+        Call this before a stream waits for ``wanted``. Raises OSError if the file cannot be opened again.
 
-        The thread sets ``ready`` even if the memory was closed in this process meanwhile, because a stream may still
-        wait for the value.
+        The first call starts a thread that waits for the exporter's death. The thread sets ``ready`` even if the memory
+        was closed in this process meanwhile, because a stream may still wait for the value.
         """
         if len(self._expected) >= _MOST_EXPECTED:
             self._drop_reached()

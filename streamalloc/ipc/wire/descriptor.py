@@ -38,7 +38,7 @@ _WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
 MAGIC = b"SAipc"
 VERSION = 5
 FABRIC = 8
-"""``CU_MEM_HANDLE_TYPE_FABRIC``. Each handle has 64 bytes, which travel in the descriptor."""
+"""Value of ``CU_MEM_HANDLE_TYPE_FABRIC``. A fabric handle has 64 bytes, which travel in the descriptor."""
 
 # Magic, version, total length; the first 16 fields of the class, in its order; payload length, number of chunks.
 _HEAD = struct.Struct("<5sHIB16s16s16s16sIIIIIIQQQQQHH")
@@ -149,6 +149,8 @@ class Descriptor(NamedTuple):
         and the value of its word ``ready`` that announces the contents.
     endpoint
         16 bytes that name the socket from which missing handles can be fetched; zeros if there is none.
+    flags
+        Bits of :class:`Flags`.
     driver_version
         The exporter's driver version, as ``cuDriverGetVersion`` gives it.
     handle_type
@@ -165,7 +167,7 @@ class Descriptor(NamedTuple):
     chunks
         The chunks of physical memory in the order of addresses. With fabric handles, every chunk has one.
     dtype, shape
-        With :attr:`Flags.ARRAY`, type and shape of the shared part.
+        With :attr:`Flags.ARRAY`, NumPy type such as ``"<f4"`` and shape of the shared part; otherwise empty.
     """
 
     mechanism: Mechanism
