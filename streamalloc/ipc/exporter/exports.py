@@ -165,8 +165,9 @@ class Lease(SharedState):
 
         Raises
         ------
-        CudaError, ClosedError
-            The driver refuses the write, or the stream was closed. The lease is as before.
+        CaptureError, CudaError, ClosedError
+            The stream is being captured, the driver refuses the write, or the stream was closed. The lease is as
+            before.
         """
         words = self.words
         with self.lock:
@@ -481,7 +482,7 @@ class Exports:
 
     def new_leases(self, count: int = 1) -> list[Lease]:
         """Return ``count`` leases on free slots of one control block. If no block has so many free slots, a new block
-        is made. Raises CudaError.
+        is made. Raises OSError if no file can be made for it, and CudaError if the driver refuses.
         """
         while not (leases := self._next_free(count)):
             self._add_block()
@@ -506,7 +507,9 @@ class Exports:
             return [] if block is None else [Lease(self, block, block.free_slots.pop()) for _ in range(count)]
 
     def block(self) -> ControlBlock:
-        """Return a control block of this process for marks, which any block can have. The first call makes a block."""
+        """Return a control block of this process for marks, which any block can have. If there is no block, one is
+        made; errors as for :meth:`new_leases`.
+        """
         if not self.blocks:
             self._add_block()
         return self.blocks[0]
@@ -518,8 +521,8 @@ class Exports:
 
     def lease(self, buffer: Buffer) -> Lease:
         """Return the lease of a buffer. From now on the lease frees the buffer. The first call exports the allocation
-        (``cuMemPoolExportPointer``). Raises ValueError if the pool was not made for sharing, and CudaError if the
-        driver refuses.
+        (``cuMemPoolExportPointer``). Raises ValueError if the pool was not made for sharing, ClosedError if the buffer
+        was freed or the pool closed, and CudaError if the driver refuses.
         """
         buffer = buffer.past_caches()
         with self.lock:

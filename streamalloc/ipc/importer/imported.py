@@ -47,7 +47,7 @@ _PAUSE = 0.0002
 
 
 class Announcement(NamedTuple):
-    """Announcement by the exporter: the contents are complete when the word ``ready`` of a slot reaches
+    """Announcement by the exporter: the contents are complete when the word ``ready`` of a slot reaches the value
     :attr:`ready`.
     """
 
@@ -71,7 +71,7 @@ class Announcement(NamedTuple):
     def precede(self, stream: Stream) -> None:
         """Make later work of ``stream`` wait for the announcement, unless the value is written already
         (``cuStreamWaitValue32``). Raises ValueError if the exporter has announced no such value, CaptureError if the
-        stream is being captured, and CudaError if the driver refuses.
+        stream is being captured, ClosedError if it was closed, and CudaError if the driver refuses.
         """
         if self.written:
             return
@@ -82,7 +82,7 @@ class Announcement(NamedTuple):
 
     def wait(self, stream: Stream | None) -> None:
         """Make ``stream`` wait for the announcement. The host waits instead if ``stream`` is None or is being captured.
-        Raises ValueError if the exporter has announced no such value, and CudaError if the driver refuses.
+        Raises the errors of :meth:`precede` except CaptureError; none if ``stream`` is None.
         """
         if stream is not None:
             with contextlib.suppress(CaptureError):
@@ -111,7 +111,7 @@ class Announcement(NamedTuple):
 
     def seen(self, memory: Memory) -> bool:
         """Whether the contents of ``memory`` are complete now, so that nobody has to wait. If so, a checker of the
-        driver is told that the host knows it.
+        driver is told that the host has waited for them.
         """
         written = self.written
         if written:
@@ -119,8 +119,8 @@ class Announcement(NamedTuple):
         return written
 
     def notify_listener(self, memory: Memory, stream: Stream | None) -> None:
-        """Tell the checker, if the driver has one, that ``stream`` waits for the contents of ``memory``. None: the host
-        waits.
+        """Tell the checker, if the driver has one, that ``stream`` waits for the contents of ``memory``.
+        ``stream=None``: the host waits.
         """
         listener = self.block.session.listener
         if listener is None:
@@ -155,12 +155,17 @@ class ImportedPool(Foreign, Closes):
             A file descriptor of ``cuMemPoolExportToShareableHandle``. An :class:`Fd` is closed by this call, even if it
             fails; a descriptor given as a number stays open.
         driver
-            The driver to use; default: the current one.
+            The driver to use; default: :func:`streamalloc.driver.default`.
 
         Raises
         ------
-        TypeError, ValueError
-            ``handle`` is no descriptor, is closed, or is a file; or the pool is not of device memory.
+        TypeError
+            ``handle`` is neither an :class:`Fd` nor a number.
+        ValueError
+            ``handle`` is no open descriptor, or that of a file, directory, socket or pipe; or the pool is not of memory
+            of a device that this process sees.
+        ClosedError
+            The :class:`Fd` was closed.
         CudaError
             The driver refuses the descriptor: physical memory, a pool of another machine.
 
@@ -202,7 +207,7 @@ class ImportedPool(Foreign, Closes):
         Raises
         ------
         ClosedError
-            The pool was closed here.
+            The pool was closed here, or ``stream`` was closed.
         CaptureError
             ``stream`` is being captured.
         TypeError, ValueError
@@ -482,14 +487,14 @@ def open_memory_handle(
         The stream of operations that name no other; its device is to use the memory. Default: the default stream of
         device 0.
     driver
-        The driver to use if ``stream`` is no :class:`Stream`.
+        The driver to use if ``stream`` is no :class:`Stream`; default: :func:`streamalloc.driver.default`.
 
     Raises
     ------
     TypeError, ValueError
         This is no such handle, or ``stream`` is not a stream.
-    CaptureError
-        ``stream`` is being captured.
+    CaptureError, ClosedError
+        ``stream`` is being captured, or was closed.
     InvalidValueError, InvalidHandleError, InvalidContextError
         The memory was freed, its process has ended, or it is of this process.
     """
@@ -561,5 +566,5 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
             use.imports.drop(use)
 
     def evict(self, *_: Any, **__: Any) -> None:
-        """Raise ValueError: only the owning process can evict the memory."""
+        """Raise ValueError for any arguments, because only the owning process can evict the memory."""
         raise ValueError(f"{self!r} is memory of another process, which evicts it")

@@ -56,8 +56,8 @@ class DriverVersionWarning(UserWarning):
 
 
 class ReceivedHandles:
-    """The handles that came with a message. :meth:`take` gives one handle to the caller; :meth:`close` closes the
-    rest.
+    """The handles that came with a message. :meth:`take` returns one handle, which the caller then owns; :meth:`close`
+    closes the handles that were not taken.
     """
 
     endpoint: bytes
@@ -72,8 +72,9 @@ class ReceivedHandles:
         self._by_id: dict[bytes, Fd] = {}
 
     def identify(self, described: Descriptor) -> None:
-        """Give the received handles the ids that ``described`` names (:meth:`Descriptor.handle_ids`). Raises ValueError
-        if their number differs.
+        """Record which of the received handles has which id of ``described`` (:meth:`Descriptor.handle_ids`), so that
+        :meth:`take` finds the handle. Raises ValueError if some handles came, but not as many as there are ids. A
+        message may have no handles, or only the pipe of a hold.
         """
         self.endpoint = described.endpoint
         if not self._given:
@@ -411,8 +412,9 @@ class ImportUse(Deferred):
                 known.join(new)
 
     def release(self, stream: Stream, *, used: bool = True) -> None:
-        """End the use after the work of ``stream``; the end of the last use ends the import. After a CudaError the call
-        can be repeated.
+        """End the use after the work of ``stream``; the end of the last use ends the import. Idempotent. Raises
+        CudaError if the driver refuses, after which the call can be repeated, ClosedError if the stream was closed, and
+        ForkedProcessError in a forked child.
 
         ``used``: whether ``stream`` may have used the memory. After a failed open, ``used`` is False, and nothing waits
         for the stream.
@@ -538,8 +540,8 @@ class Imports:
 
     def block_of(self, described: Descriptor, handles: ReceivedHandles) -> ControlBlock | None:
         """Return the exporter's control block, which is mapped at the first call. None if the descriptor names no
-        block, or if the block is on another machine. Raises ValueError if the file is no such block, and the errors of
-        :meth:`ReceivedHandles.take`.
+        block, or if the block is on another machine. Raises the errors of :meth:`ReceivedHandles.take` and
+        :meth:`ControlBlock.attach`.
         """
         name = described.control_block
         if name == NOWHERE:
@@ -553,7 +555,7 @@ class Imports:
 
     def control_block(self, name: bytes, take: Callable[[bytes], Fd]) -> ControlBlock:
         """Return the control block with the id ``name`` (16 bytes). The first call maps the file that ``take(name)``
-        returns. Raises ValueError if the file is no such block.
+        returns. Raises the errors of ``take`` and of :meth:`ControlBlock.attach`.
         """
         block = self.blocks.get(name)
         if block is not None:

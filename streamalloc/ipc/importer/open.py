@@ -70,7 +70,8 @@ def open(
         The driver to use. Default: that of ``stream`` if that is a :class:`Stream`, else
         :func:`streamalloc.driver.default`.
     kind
-        The expected class, one of those below. Default: any class; type checkers assume mapped memory.
+        The expected class, one of those below. Default: any class; type checkers then assume an
+        :class:`ImportedBuffer` or an :class:`ImportedRange`.
 
     Returns
     -------
@@ -89,13 +90,13 @@ def open(
         was opened.
     StaleDescriptorError
         The memory was freed before it was opened.
-    ConnectionError
-        The exporter has ended.
+    ConnectionError, TimeoutError
+        A handle had to be fetched from the exporter, which has ended, or did not answer within 10 s.
     CaptureError
         ``stream`` is being captured.
     ClosedError
         ``stream`` was closed.
-    InvalidValueError, CudaError
+    CudaError
         The driver refuses a handle.
     """
     session = session_of(stream) if isinstance(stream, Stream) else None
@@ -136,7 +137,7 @@ def receive(
     ------
     TimeoutError, PeerGoneError, ProtocolError, ClosedError
         As for ``channel.receive``.
-    ValueError, TypeError, StaleDescriptorError, ConnectionError, CaptureError, CudaError
+    ValueError, TypeError, StaleDescriptorError, ConnectionError, TimeoutError, CaptureError, ClosedError, CudaError
         As for :func:`open`.
     """
     message = checked_type("channel", channel, Channel).receive(timeout=timeout)
