@@ -1,4 +1,5 @@
-"""The memory that a store holds: commits by key, their readers, limits and eviction. No sockets and no driver calls.
+"""The memory that a store holds: commits by key, their readers, limits and eviction. This module uses no sockets and
+makes no driver calls.
 
 An epoch is the physical memory of one commit, held as file descriptors that the writer's driver exported. The driver
 keeps this memory while a descriptor, a handle or a mapping of it exists. So the server imports no memory and needs no
@@ -90,15 +91,15 @@ class Epoch:
     """
 
     def close(self) -> None:
-        """Close the epoch's file descriptors. The driver frees the memory once no process has a descriptor, a handle or
-        a mapping of it.
+        """Close the epoch's file descriptors, and set :attr:`ready` and :attr:`writer` to None. The driver frees the
+        memory once no process has a descriptor, a handle or a mapping of it.
         """
         close_all((*self.files, *self.handles))
         self.settle()
 
     def settle(self) -> None:
-        """Set :attr:`ready` and :attr:`writer` to None. The control block of the word is not closed: an answer that is
-        not sent yet may need its descriptor.
+        """Set :attr:`ready` and :attr:`writer` to None. The file of the word stays open, because an answer that is not
+        sent yet may need its descriptor.
         """
         self.ready = self.writer = None
 
@@ -129,8 +130,8 @@ class HeldEntry:
     expected, and :attr:`spare` is kept for them.
     """
     spare: Epoch | None = None
-    """A replaced epoch that no process uses; None if there is none. The next epoch with the layout of the current one
-    gets its memory.
+    """A replaced epoch that no process uses; None if there is none. The next epoch with the layout of the current epoch
+    gets the memory of the spare epoch.
     """
 
     @property
@@ -237,11 +238,11 @@ class Holdings:
         Raises
         ------
         StoreError
-            The store takes no memory of this device, or ``like`` is given and the last commit is on another one.
+            The store takes no memory of this device, or ``like`` is True and the last commit is on another device.
         StoreBusyError
             Another process writes the key.
         StoreKeyError
-            The key exists and ``replace`` is False, or does not exist and ``like`` is given.
+            The key has a commit and ``replace`` is False, or has no commit and ``like`` is True.
         """
         if self.devices is not None and device not in self.devices:
             raise StoreError(f"the store holds no memory of device {device}: it was served for {self.devices}")

@@ -1,8 +1,8 @@
-"""Keepers, which keep the file descriptors of a store while its server is dead, and give them to the next server.
+"""Keepers, which keep the file descriptors of a store while its server is dead, and pass them to the next server.
 
 The keeper is systemd, or else a process of the package (:class:`KeeperProcess`). That process does nothing else and
-reads no contents, so that few errors can end it. Both store a descriptor under a name, drop it, and pass all
-descriptors to the next server. :class:`Keeper` stores whole commits in this way.
+reads no contents, so that few errors can end it. Both keepers store descriptors under names, drop the descriptor of a
+name, and pass all descriptors to the next server. :class:`Keeper` stores whole commits in this way.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class Keeper(Closes):
         """Whether the connection was closed."""
 
     def take(self) -> Iterator[Kept]:
-        """Yield the commits that the keeper has. The caller closes their descriptors. Raises ProtocolError if a commit
-        cannot be read.
+        """Yield the last commit of each key that the keeper has; other commits are dropped from the keeper. The caller
+        closes the descriptors. Raises ProtocolError if a commit cannot be read, and OSError if the keeper has ended or
+        does not answer within 30 s.
         """
         found: dict[str, dict[str, Fd]] = {}
         for name, fd in self._place.passed():
@@ -130,7 +131,8 @@ class Keeper(Closes):
     def put(self, kept: Sequence[tuple[str, Kept]], dropped: Sequence[str]) -> None:
         """Keep the commits of ``kept``, tuples of key and commit, in place of earlier commits of these keys. Remove the
         commits of the keys in ``dropped``. After the return, the death of this process loses none of the kept commits.
-        Raises OSError (``EMFILE``) if systemd keeps too few descriptors.
+        Raises OSError if systemd keeps too few descriptors (``EMFILE``), or if the keeper has ended or does not answer
+        within 30 s.
         """
         new = {key: one for key, one in kept if self._kept.get(key, ("",))[0] != one.text}
         count = sum(len(names) for _, names in self._kept.values()) + sum(1 + len(one.handles) for one in new.values())
@@ -168,14 +170,16 @@ class Keeper(Closes):
         close_all(handles)
 
     def leave(self) -> None:
-        """Close the connection, and leave all kept descriptors to the next server. A keeper serves one server at a
-        time.
+        """Close the connection, because a keeper serves one server at a time. All kept descriptors stay for the next
+        server.
         """
         self.closed = True
         self._place.close()
 
     def close(self) -> None:
-        """Release all kept descriptors, and close the connection. Idempotent; errors are hidden."""
+        """Release all kept descriptors, close the connection, and end the keeper process. Idempotent. Errors of the
+        keeper are hidden.
+        """
         if not self.closed:
             with contextlib.suppress(OSError, ClosedError):
                 # The text of a commit is removed first: without the text no server takes the commit's other
@@ -236,8 +240,8 @@ class Systemd:
         self._socket.sendmsg([state.encode()], rights_of(handles))
 
     def wait(self) -> None:
-        """Wait until systemd has processed all messages: then it closes the pipe that the message ``BARRIER=1``
-        carries. Raises TimeoutError after 30 seconds, and the errors of :meth:`send`.
+        """Wait until systemd has handled all messages: systemd then closes the pipe that comes with the message
+        ``BARRIER=1``. Raises TimeoutError after 30 seconds, and the errors of :meth:`send`.
         """
         ours, theirs = map(Fd, os.pipe())
         with ours:
@@ -301,7 +305,7 @@ class KeeperProcess:
         self._channel.send(state.encode(), handles, timeout=_SECONDS)
 
     def wait(self) -> None:
-        """Wait until the process has processed all messages. Raises TimeoutError after 30 s, and PeerGoneError if the
+        """Wait until the process has handled all messages. Raises TimeoutError after 30 s, and PeerGoneError if the
         process has ended.
         """
         self.send("BARRIER=1")
@@ -312,7 +316,7 @@ class KeeperProcess:
         self._channel.close()
 
     def end(self) -> None:
-        """End the keeper process, which releases all descriptors that it keeps."""
+        """End the keeper process, which then releases all descriptors. Errors of the connection are hidden."""
         # A new connection is used, because the process closes a connection after a message that it refuses.
         with contextlib.suppress(OSError, ValueError), Channel.connect(self._path, timeout=_SECONDS) as channel:
             channel.send(b"END=1", timeout=_SECONDS)

@@ -156,7 +156,7 @@ class TensorLayout(Mapping[str, Tensor]):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the names, types, shapes, strides and offsets, as hexadecimal digits."""
+        """SHA-256 of the names, types, shapes, strides and offsets in the order of the tensors, as hexadecimal digits."""
         if not self._hash:
             self._hash = hashlib.sha256(self.to_bytes()).hexdigest()
         return self._hash
@@ -225,8 +225,8 @@ class TensorLayout(Mapping[str, Tensor]):
                 raise ProtocolError(f"the manifest has a tensor {name!r:.80} {fault}")
 
     def changes(self, newer: TensorLayout) -> list[str]:
-        """Return one text for each tensor that is missing, new or different in ``newer``; an empty list for equal
-        layouts.
+        """Return one text for each tensor that is missing, new or different in ``newer``. The list is empty if the
+        layouts have the same tensors, in any order.
         """
         texts = [f"{name!r} is gone" for name in self if name not in newer]
         texts += [f"{name!r} is new" for name in newer if name not in self]
@@ -239,7 +239,9 @@ class TensorLayout(Mapping[str, Tensor]):
 
 
 def metadata_text(metadata: dict[str, Any]) -> str:
-    """Return ``metadata`` as JSON text. Raises TypeError, ValueError if it is no JSON object or larger than 1 MiB."""
+    """Return ``metadata`` as JSON text. Raises TypeError for values that JSON lacks, and ValueError for NaN, infinity,
+    anything else than a dict, and a text of more than 1 MiB.
+    """
     try:
         text = json.dumps(metadata, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -99,8 +99,8 @@ REQUESTS: dict[str, dict[str, _Check]] = {
 
 
 def checked_key(key: object) -> str:
-    """Return ``key`` as a ``str``. Raises TypeError; ValueError unless it has 1 to 512 printable characters. Slashes
-    and dots are allowed.
+    """Return ``key`` as a ``str``. Raises TypeError if it is no string, and ValueError unless it has 1 to 512 printable
+    characters.
     """
     # ``str`` is called, because the JSON encoder should not get an object of a subclass such as numpy.str_.
     if not _is_key(str(checked_type("key", key, str))):
@@ -114,7 +114,7 @@ def encode(fields: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return the fields of a message. Raises ``ProtocolError`` if it is not a store's message."""
+    """Return the fields of a message. Raises ``ProtocolError`` if the message is no JSON object."""
     try:
         fields = read_json(data.decode())
     except (ValueError, RecursionError) as error:
@@ -126,7 +126,8 @@ def decode(data: bytes) -> dict[str, Any]:
 
 def request_in(data: bytes) -> tuple[str, dict[str, Any]]:
     """Return the name of a request and a dictionary of its fields. Raises StoreError if the client has another version
-    of the protocol, ProtocolError for an unknown request or a field that is missing, unknown or not allowed.
+    of the protocol. Raises ProtocolError for a message that is no JSON object, an unknown request, and a field that is
+    missing, unknown or not allowed.
     """
     fields = decode(data)
     version, name = fields.pop("version", None), fields.pop("request", None)
@@ -194,6 +195,8 @@ class Connection(Closes):
         No server listens there.
     PermissionError
         The server belongs to another user.
+    TimeoutError
+        The server accepted no connection within 30 s.
     """
 
     def __init__(self, path: Path) -> None:
@@ -229,13 +232,15 @@ class Connection(Closes):
         Raises
         ------
         StoreError
-            The server refused the request.
+            The server refused the request; the subclass tells the reason (:data:`~.errors.KINDS`).
         StoreGoneError
             The server has ended, or this connection was closed.
         ForkedProcessError
             The connection is that of the parent process.
-        TimeoutError, ProtocolError
-            The server did not answer within 30 s, or its answer is not valid.
+        TimeoutError
+            The server did not answer within 30 s. The connection is closed.
+        ProtocolError
+            The answer of the server is not valid.
         """
         with self._lock:
             if self._channel.closed:

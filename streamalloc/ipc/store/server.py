@@ -80,6 +80,9 @@ class StoreServer(Closes):
     """Serves one store; made by :meth:`Store.serve`. Closing the server ends the store; readers keep their mapped
     memory.
 
+    Each chunk of each commit is an open file, so the server raises the process's limit of open files
+    (``RLIMIT_NOFILE``) to the allowed maximum.
+
     Parameters
     ----------
     name
@@ -94,16 +97,18 @@ class StoreServer(Closes):
         Whether systemd, or else a small process, also keeps the descriptors of all complete commits. If this server is
         killed, the next server with ``keep=True`` takes over these commits.
     driver
-        The driver in which ``devices`` are ordinals.
+        The driver in which ``devices`` are ordinals; default: :func:`streamalloc.driver.default`.
 
     Raises
     ------
     StoreBusyError
         Another process of this user serves a store of this name.
-    ValueError
-        The name or the limit is not allowed, or ``evict`` is given without a limit.
-    OSError, ProtocolError
-        With ``keep``: no keeper could be started, or a kept commit cannot be read.
+    TypeError, ValueError
+        The name, a device or the limit is not allowed, or ``evict`` is True without a limit.
+    OSError
+        The socket or its folder cannot be made. With ``keep``: no keeper could be started.
+    ProtocolError
+        With ``keep``: a kept commit cannot be read.
     """
 
     def __init__(
@@ -213,7 +218,9 @@ class StoreServer(Closes):
             os.write(self._wake[1].fileno(), b"s")
 
     def close(self) -> None:
-        """Stop, and release all memory that no reader has mapped; idempotent. No effect in a forked child."""
+        """Stop, and release all memory that no reader has mapped. Idempotent. No effect in a forked child, and on the
+        server's own thread.
+        """
         if self.closed or self._process != os.getpid():
             return
         if self._thread is None:

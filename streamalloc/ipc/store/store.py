@@ -35,22 +35,24 @@ class StoreEntry:
 
     key: str
     epoch: int
-    """Number of the last commit; 0 before the first commit."""
+    """Number of the last commit; 0 if the key has none now."""
     nbytes: int
-    """Bytes of device memory, including replaced epochs with readers and the epoch that is being written."""
+    """Bytes of device memory of all epochs of the key: the last commit, replaced epochs with readers, the epoch that is
+    being written, and the spare epoch.
+    """
     writer: int | None
     """Id of the process that writes the next epoch; None while no process writes."""
     older: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """Replaced epochs that still have readers, each as a tuple of its number, its bytes, and the process ids of its
-    readers.
+    """Replaced epochs that still have readers, oldest first, at most 20. Each is a tuple of its number, its bytes, and
+    the process ids of its readers, at most 1000.
     """
     readers: tuple[int, ...] = ()
-    """Process ids of the last commit's readers."""
+    """Process ids of the last commit's readers, ascending, at most 1000."""
     tensors: int = 0
     device: str = ""
     """UUID of the device, 32 hexadecimal digits."""
     address: int = 0
-    """Device address of the last commit's range in its writer's process; 0 before the first commit."""
+    """Device address of the last commit's range in its writer's process; 0 if the key has no commit."""
     layout: str = ""
     """SHA-256 of the layout, in hexadecimal digits."""
     awaited: bool = False
@@ -112,6 +114,8 @@ class Store(Closes):
     ------
     StoreGoneError
         No server runs for a store of this name. The methods raise it if the server has ended.
+    TimeoutError
+        The server did not answer within 30 s. The methods raise it, too.
     PermissionError
         The server belongs to another user.
     ValueError
@@ -196,9 +200,15 @@ class Store(Closes):
         StoreGoneError
             The server has ended.
         StoreError
-            The store takes no memory of this device.
+            The store takes no memory of this device, or ``like`` is given and the last commit is on another device.
+        AddressSpaceError
+            The process has too few free addresses for the memory of the device.
+        StoreFullError, OutOfMemoryError
+            With ``like``: there is no memory for an epoch of this size.
         TypeError, ValueError
             ``metadata`` is not JSON, or is larger than 1 MiB; or another argument is not allowed.
+        ClosedError
+            This client or ``stream`` was closed.
         """
         home, key = self._device(device), checked_key(key)
         if like not in (None, "previous"):
@@ -247,6 +257,12 @@ class Store(Closes):
             The server has ended.
         TypeError, ValueError
             An argument has a wrong type or value.
+        CaptureError
+            Copies of the writer are pending, and ``stream`` cannot wait for them, because it is being captured.
+        ClosedError
+            This client or ``stream`` was closed.
+        CudaError
+            The driver refused a call.
         """
         home, key = None if device is None else self._device(device), checked_key(key)
         if not isinstance(layout, (TensorLayout, str, type(None))):
@@ -284,7 +300,7 @@ class Store(Closes):
             No file was given, a file is no ``safetensors`` file, or a name is in two files.
         OSError
             A file cannot be read.
-        StoreKeyError, StoreBusyError, StoreError, StoreFullError
+        StoreKeyError, StoreBusyError, StoreGoneError, StoreError, StoreFullError, OutOfMemoryError
             As for :meth:`write` and :meth:`WeightsWriter.allocate`. Nothing was committed.
         """
         paths = [path for one in files for path in _files_of(Path(one))]
@@ -313,7 +329,7 @@ class Store(Closes):
 
     def list(self) -> list[StoreEntry]:
         """Return the keys in alphabetical order, with their writers and readers. Raises StoreGoneError if the server
-        has ended.
+        has ended, and ClosedError if this client was closed.
         """
         entries = self._ask("list")["entries"]
         for about in entries:
@@ -330,6 +346,10 @@ class Store(Closes):
             The store neither holds this key nor has lost it.
         StoreGoneError
             The server has ended.
+        TypeError, ValueError
+            ``key`` is no string, or does not have 1 to 512 printable characters.
+        ClosedError
+            This client was closed.
         """
         self._ask("remove", key=checked_key(key))
 
@@ -338,13 +358,13 @@ class Store(Closes):
         again. Returns the number of released bytes.
 
         The server does this by itself before it refuses a write over its limit, and when a writer runs out of device
-        memory. Raises StoreGoneError if the server has ended.
+        memory. Raises StoreGoneError if the server has ended, and ClosedError if this client was closed.
         """
         return int(self._ask("trim")["released"])
 
     def statistics(self) -> StoreStatistics:
         """Return the server's process id and limits, the bytes that the store holds, and the numbers of keys, readers
-        and writers. Raises StoreGoneError if the server has ended.
+        and writers. Raises StoreGoneError if the server has ended, and ClosedError if this client was closed.
         """
         answer = self._ask("status")
         devices = answer.pop("devices")

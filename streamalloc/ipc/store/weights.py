@@ -39,8 +39,8 @@ _MOST_SHOWN = 8
 
 
 class StoredView(ForeignMemory, RangeView):
-    """A part of the range of :class:`Weights`. Before its first use of the part, each stream, or the host, waits until
-    the contents are complete.
+    """A part of the range of :class:`Weights` or of a :class:`WeightsWriter`. For weights that were opened without a
+    stream, each stream, or the host, waits until the contents are complete before its first use of the part.
     """
 
     def __init__(self, weights: Tensors, start: int, stop: int) -> None:
@@ -142,9 +142,9 @@ class OpenEpoch:
     def open(cls, connection: Connection, key: str, session: Session, expected: TensorLayout | str | None) -> OpenEpoch:
         """Open the last commit of ``key``, and import its memory. The returned object owns ``connection``.
 
-        ``expected``: the layout that the caller requires, or its hash; None for any. Raises StoreKeyError if
-        the key does not exist, LayoutChangedError if the layout differs, StoreError if this process does not see the
-        device, and CudaError if the driver refuses.
+        ``expected``: the layout that the caller requires, or its hash; None for any. Raises StoreKeyError if the key
+        does not exist, LayoutChangedError if the layout differs, StoreError if this process does not see the device,
+        the errors of :meth:`Connection.ask`, and CudaError if the driver refuses. The connection is then closed.
         """
         with undoing(connection.close):
             answer, received = connection.ask("open", key=key)
@@ -329,8 +329,8 @@ class Weights(Tensors, Closes):
         Idempotent.
 
         The addresses stay reserved, and this process keeps the epoch. :meth:`attach` maps the memory again. Until then,
-        uses of the views raise :class:`ClosedError`. Raises ClosedError if the weights were closed, and CaptureError if
-        a stream of ``after`` is being captured.
+        uses of the views raise :class:`ClosedError`. Raises ClosedError if the weights were closed, CaptureError if a
+        stream of ``after`` is being captured, and CudaError if the driver refuses.
         """
         self._check_open()
         self.range.unmap(after=after)
@@ -355,7 +355,10 @@ class Weights(Tensors, Closes):
         ClosedError
             The weights were closed.
         CaptureError
-            A stream of ``after`` is being captured.
+            A stream of ``after`` is being captured. Or, with ``latest``, copies of the writer are pending, and
+            :attr:`stream` cannot wait for them, because it is being captured.
+        CudaError
+            The driver refused a call.
         """
         self._check_open()
         if latest:
@@ -393,7 +396,8 @@ class Weights(Tensors, Closes):
 
     def close(self, after: After = None) -> None:
         """Unmap and release the memory (``cuMemUnmap``, ``cuMemRelease``). The host first waits for ``after``; default:
-        all work of the device. Idempotent. Raises CaptureError if a stream of ``after`` is being captured.
+        all work of the device. Idempotent. Raises CaptureError if a stream of ``after`` is being captured, and
+        CudaError if the driver refuses.
 
         The device memory of a replaced or removed epoch is freed when the last process closes it.
         """

@@ -166,7 +166,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
         OutOfMemoryError
             The device has not enough memory.
         TypeError, ValueError
-            An argument is not allowed.
+            An argument is not allowed, or the epoch would have more than 2048 chunks.
+        StoreGoneError
+            The server has ended.
         ClosedError
             The epoch was committed or aborted.
         """
@@ -178,8 +180,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         tensor is allocated.
 
         If the mapped memory does not suffice, the rest is one new chunk for any number of tensors (``cuMemCreate``,
-        ``cuMemMap``).
-        :doc:`/docs/guides/store` shows the time that this saves. Afterwards ``weights[name]`` is a view of a tensor.
+        ``cuMemMap``). :doc:`/docs/guides/store` shows the time that this saves. Afterwards ``weights[name]`` is a view
+        of a tensor.
 
         Parameters
         ----------
@@ -188,7 +190,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
         Raises
         ------
-        StoreFullError, OutOfMemoryError, TypeError, ValueError
+        StoreFullError, OutOfMemoryError, TypeError, ValueError, StoreGoneError
             As for :meth:`allocate`. Nothing was allocated.
         ClosedError
             The epoch was committed or aborted.
@@ -205,7 +207,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
     def tie(self, name: str, to: str) -> TypedView[Any]:
         """Give the tensor ``to`` a second name, ``name``, for tied weights. Returns the view of the tensor. Raises
-        KeyError if there is no tensor ``to``, ValueError if the name exists or is not allowed, and ClosedError.
+        KeyError if there is no tensor ``to``, ValueError if the name exists or is not allowed, and ClosedError if the
+        epoch was committed or aborted.
         """
         if to not in self.layout:
             raise KeyError(f"to={to!r}: there is no such tensor to be tied")
@@ -296,6 +299,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
             The server has too few free file descriptors. Nothing was committed; :meth:`commit` can be called again.
         StoreError
             The store refused the commit, or another rank did not commit. Nothing was committed.
+        TypeError, ValueError
+            :attr:`metadata` is not JSON, or is larger than 1 MiB. Nothing was committed.
         ClosedError
             The epoch was committed or aborted before.
         """
