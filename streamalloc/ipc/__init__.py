@@ -1,8 +1,9 @@
-"""The same memory in several processes, with lifetimes that stay correct when processes die.
+"""Memory, pools and events that several processes use. A shared allocation is freed once no other process has it open,
+also if processes die.
 
 :mod:`.exporter` shares memory and :mod:`.importer` opens it. :mod:`.wire` has what travels between them: descriptors,
 and the words of control blocks. :mod:`.transport` has the connections. :mod:`.ring` and :mod:`.store` are built on
-these.
+these four.
 
 The steps of sharing a buffer of a pool, in the process that owns the buffer:
 
@@ -23,7 +24,7 @@ In the process that opens the buffer:
    if the memory was freed before, it raises ``StaleDescriptorError``.
 7. *Import.* The same function imports the allocation (``cuMemPoolImportPointer``).
 8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``). Then
-   the hold ends: ``_open`` clears its mark, or ``open`` closes its pipe.
+   the hold ends: ``_open`` sets the mark of the hold to 0, or ``open`` closes the pipe of the hold.
 9. *Close.* ``importer.imported.ImportedBuffer.close`` ends one use. The end of the last use calls ``Import.end``, which
    frees the import in stream order (``cuMemFreeAsync``).
 10. *Closed.* After that free the stream writes the word ``closed``; if the stream is idle, the host writes it. Then the

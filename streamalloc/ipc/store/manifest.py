@@ -156,7 +156,7 @@ class TensorLayout(Mapping[str, Tensor]):
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the names, types, shapes, strides and offsets in the order of the tensors, as hexadecimal digits."""
+        """SHA-256 of names, types, shapes, strides and offsets in the order of the tensors, as hexadecimal digits."""
         if not self._hash:
             self._hash = hashlib.sha256(self.to_bytes()).hexdigest()
         return self._hash
