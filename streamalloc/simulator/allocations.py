@@ -199,7 +199,7 @@ def pages_of(allocation: LiveMemory) -> Runs[Advice]:
 
 
 def advise(allocation: LiveMemory, address: int, size: int, change: Callable[[Advice], Advice]) -> None:
-    """Apply ``change`` to the advice of each page that a range touches."""
+    """Apply ``change`` to the advice of each page that the ``size`` bytes at ``address`` touch."""
     pages_of(allocation).change(address // PAGE * PAGE, round_up(address + size, PAGE), change)
 
 

@@ -237,7 +237,8 @@ def _checked(name: str, cls: Any) -> Find:
 def member(name: str, value: Any, cls: Any) -> int:
     """Return the number of ``value``, a member of the enum ``cls``. ``name``: name of the argument, for errors.
 
-    For any other object it raises the bindings' error: ``TypeError``, or ``AttributeError`` if it has no ``value``.
+    Raises the bindings' errors: ``TypeError`` for None and for another object with an attribute ``value``,
+    ``AttributeError`` for an object without.
     """
     if value is None:
         raise TypeError(f"Argument '{name}' must not be None")
@@ -276,7 +277,7 @@ def place(location: Any) -> Place:
 
 
 def struct(name: str, value: Any, cls: Any, optional: bool = True) -> Any:
-    """Return ``value`` if it is a struct ``cls`` of the bindings; otherwise raise their ``TypeError``.
+    """Return ``value`` if it is a struct ``cls`` of the bindings; otherwise raise the bindings' ``TypeError``.
 
     With ``optional``, None gives CUDA_ERROR_INVALID_VALUE: the bindings accept it, and the driver refuses it.
     """
@@ -306,7 +307,8 @@ def by_start(values: Iterable[T], begins: list[int], count: int) -> list[T]:
 
 
 def members(name: str, values: Any, cls: Any, count: int, comma: str = "") -> list[Any]:
-    """Return ``values`` as a list, after a check that all are of the class ``cls`` of the bindings.
+    """Return ``values`` as a list, after a check that all are of the class ``cls`` of the bindings. None counts as an
+    empty list.
 
     Raises ``TypeError`` for an object of another class, and ``RuntimeError`` if there are fewer than ``count``.
     ``comma``: text after the class in the bindings' ``TypeError``.

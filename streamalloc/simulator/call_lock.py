@@ -63,7 +63,7 @@ class Threads(ThreadLocal, caller=Caller):
 
 
 class WaitEnded(BaseException):
-    """A signal handler raised ``error`` while a call was waiting."""
+    """Exception that ends the wait of a call, because a signal handler raised ``error``."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)

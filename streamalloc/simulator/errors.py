@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Fault(Exception):
-    """Makes the driver call in which it is raised return the result code ``code``."""
+    """Exception that makes the driver call in which it is raised return the result code ``code``."""
 
     def __init__(self, code: Any) -> None:
         super().__init__(code)

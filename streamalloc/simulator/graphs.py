@@ -396,8 +396,9 @@ class GraphCapture:
         """End the capture and return the graph.
 
         Gives CUDA_ERROR_STREAM_CAPTURE_INVALIDATED for an invalid capture, and CUDA_ERROR_STREAM_CAPTURE_UNJOINED if
-        another stream has work that the first stream does not wait for. Except in relaxed mode, only the thread that
-        began the capture may end it; other threads get CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.
+        another stream has work that the first stream does not wait for; the capture then ends without a graph. Except
+        in relaxed mode, only the thread that began the capture may end it; other threads get
+        CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, and the capture continues.
         """
         if self.mode != RELAXED:
             check(self._caller is self.origin.scheduler.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)

@@ -61,7 +61,9 @@ def _unmap(address: int, size: int) -> None:
 
 
 class Physical:
-    """Physical memory: a sparse anonymous file. It has no device address; mappings give it addresses."""
+    """Physical memory: a sparse anonymous file of ``size`` bytes. It has no device address; mappings give it addresses.
+    ``name``: last part of the file's name. Raises ``OSError`` if the operating system refuses.
+    """
 
     kept: bool = False
     """Whether the file keeps the contents of discarded ranges, because mappings of other processes may still read

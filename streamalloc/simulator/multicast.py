@@ -394,8 +394,8 @@ class MulticastMemory(Mappable):
     # -- what work is done on --------------------------------------------------------------------------------
 
     def replicas(self, offset: int, size: int) -> dict[int, list[Segment]]:
-        """Return the memory bound to a range of the object: a list of segments for each device of the team, by its
-        number.
+        """Return the memory bound to a range of the object: a list of segments for each device of the team, by the
+        number of the device (:meth:`.Labels.number`). Bytes without memory are in no segment.
         """
         found: dict[int, list[Segment]] = {device: [] for device in self.table.devices}
         bindings = self.table.bindings()

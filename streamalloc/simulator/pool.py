@@ -343,7 +343,7 @@ class PoolTable:
     """Ordinals of the devices without MEMORY_POOLS_SUPPORTED."""
     pools: Handles[Pool] = field(default_factory=Handles)
     opened: Handles[OpenedPool] = field(default_factory=Handles)
-    """Pools imported from other processes."""
+    """Imported pools."""
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
     to_release: bool = False
     """Whether the next synchronisation releases memory of all pools even without new frees. Set when a threshold was

@@ -146,7 +146,7 @@ def _is_struct(cls: Any) -> bool:
 
 def address(value: Any) -> Any:
     """Return a pointer or a handle in the form that the driver's functions take: the address of a buffer object, 0 for
-    None.
+    None, and any other value as it is.
     """
     if value is None or isinstance(value, int) or hasattr(value, "getPtr"):
         return 0 if value is None else value
@@ -243,7 +243,9 @@ _PITCH_ELEMENT = 4
 
 
 class Failed(Exception):
-    """Makes the function of the runtime return the error ``code``, in most cases the result of a driver call."""
+    """Exception that makes the function of the runtime return the error ``code``, in most cases the result of a driver
+    call.
+    """
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -637,8 +639,8 @@ def _extent(extent: Any) -> tuple[int, int, int]:
 _UNKNOWN_ERROR = 999
 
 OWN: dict[str, Callable[..., Any]] = {name: body for name, body in vars(Functions).items() if name.startswith("cuda")}
-"""Functions of the runtime that take several driver calls. Copies and fills also exist with the suffix Async and a
-stream as the last argument.
+"""Functions of the runtime that :class:`Functions` implements, by name. Copies and fills also exist with the suffix
+Async and a stream as the last argument.
 """
 
 

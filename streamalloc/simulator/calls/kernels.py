@@ -165,9 +165,13 @@ _WORD = 8
 
 def unpack(name: str, params: Any, extra: Any, types: tuple[Any, ...] | None) -> Cells:
     """Return the arguments of a launch of the kernel ``name``. ``types``: ctypes types of its parameters; None if
-    unknown. Raises :class:`NotModelled` if they are unknown and the arguments are packed without types.
+    unknown.
 
-    The bindings pack the arguments into memory, as for a real driver, and this function reads that memory.
+    The bindings pack the arguments into memory, as for a real driver, and this function reads that memory. Raises
+    :class:`NotModelled` if the types are unknown and the arguments are packed without types, if there are too few
+    arguments, and if an address has no memory. Gives CUDA_ERROR_INVALID_VALUE if both ``params`` and ``extra`` are
+    given, or neither for a kernel with parameters, and CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES if ``extra`` gives too few
+    bytes.
     """
     node, buffer = packed(params, extra)
     slots = int(node.kernelParams)

@@ -84,6 +84,10 @@ class MulticastCalls(CopyCalls):
     ) -> int:
         """Return the granularity in bytes for an object with these properties. The size in the properties is ignored,
         because programs omit it.
+
+        Gives CUDA_ERROR_NOT_SUPPORTED if no device supports multicast, and CUDA_ERROR_INVALID_VALUE for other wrong
+        properties. Raises :class:`NotModelled` for a number of devices that ``cuMulticastCreate`` refuses in this way,
+        and for handle types without a granularity in the profile.
         """
         handle_types = self._multicast_properties(prop)[2]
         refused = "cuMulticastGetGranularity of handle types that this profile has no granularity for"

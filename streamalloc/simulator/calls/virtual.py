@@ -191,7 +191,8 @@ class VirtualMemoryCalls(Calls):
         self, prop: cuda.CUmemAllocationProp, option: cuda.CUmemAllocationGranularity_flags
     ) -> int:
         """Return the granularity in bytes, even for properties that cuMemCreate refuses (observed on H200:
-        test_physical_memory).
+        test_physical_memory). Gives CUDA_ERROR_NOT_SUPPORTED if a device has no virtual memory management. Raises
+        :class:`NotModelled` for handle types without a granularity in the profile.
         """
         self._check_vmm()
         return self._granularity(int(prop.location.type), read_handle_types(prop))[int(option)]
@@ -397,7 +398,9 @@ class VirtualMemoryCalls(Calls):
     ) -> int:
         """Return the descriptor of a file that has the size of the range, but not the bytes of its memory.
 
-        Devices that could read the memory through the file are not simulated.
+        Devices that could read the memory through the file are not simulated. Gives CUDA_ERROR_INVALID_VALUE unless the
+        range is device memory of whole pages of 4 KiB, and CUDA_ERROR_NOT_SUPPORTED with the flag for a mapping over
+        PCIe. Raises :class:`NotModelled` for managed memory and multicast objects.
         """
         not_modelled(handleType != _DMA_BUF, f"cuMemGetHandleForAddressRange of {handleType!r}")
         check(flags in (0, _PCIE_MAPPING))
@@ -471,6 +474,6 @@ MAPPED_ATTRIBUTES: dict[str, Callable[[VirtualMemoryCalls, MappedExtent, int], A
         cuda.CUdeviceptr(at) if right_of_current(machine, mapping, "DEVICE_POINTER") else None
     ),
 }
-"""Function that reads a pointer attribute of mapped memory, for the attributes that have another value than for other
-memory. If the function returns None, the driver refuses the query.
+"""Functions that read the pointer attributes for which mapped memory has another value than other memory, by enum name
+without CU_POINTER_ATTRIBUTE_. If a function returns None, the driver refuses the query.
 """
