@@ -24,8 +24,9 @@ from streamalloc.core.session import Session, session_of
 
 Place: TypeAlias = Device | MemLocation
 Access: TypeAlias = Place | Iterable[Place] | Mapping[Place, MemAccess] | None
-"""Type of the argument ``access``: one or several devices or locations, which get read and write access; or a
-dictionary with a :class:`MemAccess` for each device or location.
+"""Type of the argument ``access``: a device or location, several of these, or a dictionary with the :class:`MemAccess`
+of each. None names no device. A device or location without a :class:`MemAccess` gets read and write access, unless the
+function has another default.
 """
 
 Rights: TypeAlias = dict[MemLocation, MemAccess]
@@ -34,8 +35,8 @@ Rights: TypeAlias = dict[MemLocation, MemAccess]
 
 def rights_of(access: Access, session: Session, permission: MemAccess = MemAccess.READWRITE) -> Rights:
     """Return the argument ``access`` as a dict of permissions by location. Locations that are given without a
-    permission get ``permission``. Raises TypeError, ValueError for anything that is no location of ``session``'s
-    driver.
+    permission get ``permission``. Raises TypeError for something that is no device, location or permission, and
+    ValueError for a device that ``session``'s driver does not have.
     """
     if access is None:
         return {}
@@ -70,8 +71,8 @@ def _structs(rights: tuple[tuple[MemLocation, MemAccess], ...]) -> list[object]:
 
 
 After: TypeAlias = Event | StreamLike | Iterable[Any] | None
-"""Type of the argument ``after``, the work to wait for: an event, a stream, or several of these. ``()`` means nothing,
-None all work of the devices with access.
+"""Type of the argument ``after``, the work to wait for: an event, a stream, or several of these. ``()`` means no work.
+None means all work of the devices with access.
 """
 
 
@@ -87,14 +88,15 @@ def accessing(access: Iterable[dict[MemLocation, MemAccess]]) -> set[int]:
 
 def wait_for_users(after: After, session: Session, access: Iterable[dict[MemLocation, MemAccess]]) -> None:
     """Block the host until the work of ``after`` is done. None means all work of the devices to which ``access`` gives
-    a permission. Raises ValueError, CaptureError, CudaError.
+    a permission. Errors as for :func:`wait`.
     """
     wait(after, session, accessing(access) if after is None else ())
 
 
 def wait(after: After, session: Session, devices: Iterable[int]) -> None:
-    """Block the host until the work of ``after`` is done. None means all work of ``devices``, which are ordinals.
-    Raises ValueError for another driver's events and streams, CaptureError, CudaError.
+    """Block the host until the work of ``after`` is done. None means all work of the devices with the ordinals
+    ``devices``; deferred releases are then attempted, too. Raises the errors of :func:`ends_of`, ClosedError for a
+    closed event, and CudaError.
     """
     if after is None:
         for ordinal in sorted(devices):
@@ -107,8 +109,9 @@ def wait(after: After, session: Session, devices: Iterable[int]) -> None:
 
 
 def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
-    """Yield the events and streams that the argument ``after`` names, checked. Raises TypeError, ValueError for other
-    objects and other drivers, CaptureError if a stream is being captured.
+    """Yield the events and streams that the argument ``after`` names, after a check of each. Raises TypeError for other
+    objects, ValueError for events and streams of another driver, ClosedError for a closed stream, and CaptureError for
+    a stream that is being captured.
     """
     for one in each_of(after):
         if not isinstance(one, Event):
@@ -138,7 +141,8 @@ def listed(after: After) -> list[Any] | None:
 
 def copying_stream(stream: StreamLike | None, owner: Any) -> Stream:
     """Return the stream for the copies of an eviction, a restore or a swap: ``stream``, or by default ``owner.stream``.
-    Raises TypeError if neither is given, ValueError, ClosedError, and CaptureError if the stream is being captured.
+    Raises TypeError if this is no stream, ValueError if it belongs to another driver, ClosedError if it was closed, and
+    CaptureError if it is being captured.
     """
     named: Any = getattr(owner, "stream", None) if stream is None else stream
     ordered = as_stream(named, session_of(owner))

@@ -50,6 +50,8 @@ class AddressRange(OwnsNode):
     Unmapping is *not* stream-ordered: the driver unmaps at once, and queued work that still uses the memory breaks the
     context of its device. So every operation that unmaps has an argument ``after``: one or several events or streams
     that the host first waits for. ``()`` means none. By default the host waits for all work of the devices with access.
+    The operation raises TypeError if ``after`` contains something else, ValueError for an event or stream of another
+    driver, ClosedError for a closed one, and CaptureError for a stream that is being captured.
 
     Only one thread at a time may use a range.
 
@@ -69,8 +71,8 @@ class AddressRange(OwnsNode):
     Raises
     ------
     TypeError, ValueError
-        ``nbytes`` or ``address`` is not an integer or not a multiple of the granularity, ``alignment`` is not a power
-        of two, or ``nbytes`` is 0.
+        ``nbytes`` or ``address`` is not a multiple of the granularity, ``nbytes`` is 0, ``alignment`` is not a power of
+        two, or ``address`` is not a multiple of ``alignment``.
     AddressSpaceError
         The process has no free range of addresses of this size. Physical memory is not the cause.
     """
@@ -121,14 +123,14 @@ class AddressRange(OwnsNode):
 
     @property
     def honoured(self) -> bool | None:
-        """Whether the range begins at the preferred address; None if none was given. If one was given, and the range
-        was closed, raises ClosedError.
+        """Whether the range begins at the preferred address; None if no address was given. Raises ClosedError if an
+        address was given and the range was closed.
         """
         return self.address == self._asked if self._asked else None
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
-        """The mappings of the range in the order of addresses."""
+        """The mappings of the range in the order of addresses; none if the range was closed."""
         return tuple(Mapping(self, entry) for entry in self._node.table())
 
     @property
@@ -165,13 +167,16 @@ class AddressRange(OwnsNode):
         ------
         TypeError, ValueError
             The offset is not aligned, the memory does not fit into the range, or other memory is mapped there. Or
-            ``memory`` is a tile pool or belongs to another driver, or the range belongs to a buffer.
+            ``memory`` is a tile pool or belongs to another driver, ``access`` names no location of the driver or no
+            device of the multicast object, or the range belongs to a buffer.
         ClosedError
             The range or the memory was closed.
         IncompleteTeamError
             Not all devices were added to the multicast object.
         NotSupportedError
             The driver does not grant these permissions, for example the host's on device memory. Nothing is mapped.
+        CudaError
+            The driver refused a call. Nothing is mapped.
         """
         self._check_own()
         if not isinstance(memory, GenericAllocation):
@@ -214,11 +219,14 @@ class AddressRange(OwnsNode):
         ------
         TypeError, ValueError
             The part has a hole, contains only a piece of a mapping, or is outside of the range. Or ``who`` is no
-            location of the driver, or the range belongs to a buffer.
+            location of the driver, ``after`` has something else than events and streams of the driver, the range was
+            closed, or the range belongs to a buffer.
         NotSupportedError
             The driver does not grant this permission: the host has access to host memory only.
-        CaptureError
-            A stream of ``after`` is being captured.
+        ClosedError, CaptureError
+            An event or stream of ``after`` was closed, or a stream is being captured.
+        CudaError
+            The driver refused the call.
         """
         self._check_own()
         rights = rights_of(who, self._session, access)
@@ -236,7 +244,7 @@ class AddressRange(OwnsNode):
             Offsets in the range in bytes; by default the whole range.
         holes
             Whether the view may contain unmapped parts, for kernels and other libraries that use only the mapped parts.
-            Fills and copies need a slice of the view without a hole.
+            Fills and copies raise ValueError unless they use a slice of the view without a hole.
 
         Raises
         ------
@@ -261,9 +269,10 @@ class AddressRange(OwnsNode):
         Raises
         ------
         TypeError, ValueError
-            The part contains only a piece of a mapping or is outside of the range, or the range belongs to a buffer.
-        CaptureError
-            A stream of ``after`` is being captured.
+            The part contains only a piece of a mapping or is outside of the range, ``after`` has something else than
+            events and streams of the driver, or the range belongs to a buffer.
+        ClosedError, CaptureError
+            An event or stream of ``after`` was closed, or a stream is being captured.
         CudaError
             The driver refused to unmap memory. Other memory of the part may be unmapped already.
         """
@@ -281,6 +290,8 @@ class AddressRange(OwnsNode):
         ValueError
             Memory is mapped in the range: call :meth:`unmap` first. The end of a ``with`` block does both. Or the range
             belongs to a buffer.
+        CudaError
+            The driver refused. The range stays open.
         """
         if not self.closed:
             self._check_own()
@@ -321,14 +332,14 @@ class AddressRange(OwnsNode):
     def _map(self, memories: Sequence[GenericAllocation], at: int, rights: Rights) -> list[MappedBytes]:
         """Map ``memories`` side by side from the offset ``at`` (bytes) on (``cuMemMap``), and set their permissions in
         one call (``cuMemSetAccess``). If a call fails, nothing stays mapped. Returns the mappings. Raises ClosedError,
-        ValueError, CudaError.
+        CudaError, and ValueError if a memory cannot be mapped there.
         """
         ends = itertools.accumulate((memory.nbytes for memory in memories), initial=at)
         return self._node.map(map(self._entry, memories, ends), rights)
 
     def _entry(self, memory: GenericAllocation, offset: int) -> MappedBytes:
-        """Return an entry for a mapping of ``memory`` at ``offset`` (bytes), which the caller then makes. ``address``:
-        that of the range. Raises ValueError if the memory cannot be mapped there.
+        """Return an entry for a mapping of ``memory`` at ``offset`` (bytes). The caller then makes the mapping. Raises
+        ClosedError if the range was closed, and ValueError if the memory cannot be mapped there.
         """
         node, stop, granularity = self._node, offset + memory.nbytes, memory._granularity
         if offset % granularity:
@@ -402,8 +413,9 @@ def drawn(range: AddressRange) -> Html:
 class RangeView(Memory):
     """Bytes of an address range in one or several adjacent mappings. :meth:`AddressRange.view` returns it.
 
-    The view is valid while the bytes are mapped. Afterwards its fills, copies and exports raise :class:`ClosedError`.
-    Operations for which the caller names no stream use the default stream of the first mapping's device.
+    The view is valid while the bytes are mapped. Afterwards its fills, copies and exports raise :class:`ClosedError`. A
+    view with ``holes=True`` may be exported without memory; its fills and copies raise ValueError at a hole. Operations
+    for which the caller names no stream use :attr:`stream`.
     """
 
     __slots__ = ("__weakref__", "_holes", "_stop", "offset", "range")
@@ -431,8 +443,8 @@ class RangeView(Memory):
 
     @property
     def stream(self) -> Stream:
-        """Default stream of the memory's device; for host memory, of the first device with access, or of device 0 if
-        none has access.
+        """Default stream of a device: of the first mapping that is in device memory, otherwise the first device with
+        access, otherwise device 0. Raises ClosedError if the bytes are not mapped any more.
         """
         entries = self._entries()
         places = [entry.memory.location for entry in entries] + [place for entry in entries for place in entry.rights]
@@ -442,7 +454,8 @@ class RangeView(Memory):
     @property
     def location(self) -> MemLocation:
         """Location of the memory; if there are several mappings, the location of the first. If there is none, which
-        needs ``holes=True``, the location of the stream's device.
+        needs ``holes=True``, the location of the device of :attr:`stream`. Raises ClosedError if the bytes are not
+        mapped any more.
         """
         entries = self._entries()
         return entries[0].memory.location if entries else self.stream.device.location
@@ -454,12 +467,12 @@ class RangeView(Memory):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device has access to all mapped bytes."""
+        """Whether the device of :attr:`stream` has access to all mapped bytes, at least to read."""
         return all(self._allowed(self.stream.device.location))
 
     @property
     def host_accessible(self) -> bool:
-        """Whether the CPU has access to all mapped bytes."""
+        """Whether the CPU has access to all mapped bytes, at least to read."""
         return all(self._allowed(MemLocation.host()))
 
     @property
@@ -551,11 +564,13 @@ class Mapping(RangeView, Closes):
 
     @property
     def rights(self) -> Rights:
-        """Permissions by location, as they were set by this package. The driver is not asked."""
+        """Permissions by location, as this package has set them, also after the memory was unmapped. The driver is not
+        queried.
+        """
         return {where: flags for where, flags in self._mapped.rights.items() if flags}
 
     def access(self, who: Place) -> MemAccess:
-        """Return the permission of a device or location, which the driver reports (``cuMemGetAccess``).
+        """Return the permission that the driver reports for a device or location (``cuMemGetAccess``).
 
         Raises
         ------
@@ -587,9 +602,9 @@ class Mapping(RangeView, Closes):
         self.set_access(who, MemAccess.NONE, after=after)
 
     def close(self, after: After = None) -> None:
-        """Unmap the memory (``cuMemUnmap``) after the host has waited for ``after`` (see :class:`AddressRange`).
-        Idempotent. Raises ValueError if the range belongs to a buffer, and CaptureError if a stream of ``after`` is
-        being captured.
+        """Unmap the memory (``cuMemUnmap``) after the host has waited for ``after``. Idempotent. Raises ValueError if
+        the range belongs to a buffer, CudaError if the driver refuses, and the errors that :class:`AddressRange` names
+        for ``after``.
         """
         if not self._mapped.gone:
             self._check_own()
@@ -628,8 +643,8 @@ class LoneMapping(Mapping):
 
     def close(self, after: After = None) -> None:
         """Unmap the memory (``cuMemUnmap``) and free the addresses (``cuMemAddressFree``), after the host has waited
-        for ``after`` (see :class:`AddressRange`). Idempotent. Raises CaptureError if a stream of ``after`` is being
-        captured.
+        for ``after``. Idempotent. Raises CudaError if the driver refuses, and the errors that :class:`AddressRange`
+        names for ``after``.
         """
         if not self.range.closed:
             super().close(after)

@@ -30,8 +30,8 @@ from streamalloc.vmm.stores.pinned import HostMemory, available_memory, host_seg
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:
     """Map ``memory`` with the permissions ``rights`` in a new address range, whose address is a multiple of
-    ``alignment``. Returns the range and the mapping, which are the arguments of :class:`LoneMapping`. Raises
-    AddressSpaceError, CudaError.
+    ``alignment`` (bytes). Returns the range and the mapping, which are the arguments of :class:`LoneMapping`. Raises
+    ClosedError if the memory was closed, AddressSpaceError if the process has no addresses left, CudaError.
     """
     step = granularity(memory._session)
     range = AddressRange(-(-memory.nbytes // step) * step, alignment=alignment, driver=memory.driver)
@@ -42,13 +42,16 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
 
 
 def covering(range: AddressRange, start: int, stop: int) -> list[tuple[GenericAllocation, int]]:
-    """Return the memory that is mapped between two offsets of a range: tuples of an object with an open handle and its
-    offset in bytes, in the order of addresses.
+    """Return the memory that is mapped between two offsets of a range: tuples of the memory object and the offset of
+    its mapping in the range in bytes, in the order of addresses. If a :class:`PhysicalMemory` was closed, the tuple has
+    a new object with an open handle (:meth:`PhysicalMemory.at`).
 
     Raises
     ------
     ValueError
-        The part has a hole.
+        The part has a hole, or the range was closed.
+    CudaError
+        The driver refused a new handle.
     """
     found = []
     for entry in range._covering(start, stop):
@@ -66,7 +69,7 @@ def is_imported(memory: GenericAllocation) -> bool:
 
 
 def state_of(memory: GenericAllocation) -> AllocationState:
-    """Return the state of memory that can be mapped or bound to a multicast object.
+    """Return the state of ``memory``, after a check that it can be mapped or bound to a multicast object.
 
     Raises
     ------
@@ -74,6 +77,8 @@ def state_of(memory: GenericAllocation) -> AllocationState:
         The memory was closed.
     ValueError
         The memory is a tile pool.
+    IncompleteTeamError
+        ``memory`` is a multicast object to which not all devices were added.
     """
     memory._checked_raw()
     memory._check_mappable()
@@ -81,8 +86,9 @@ def state_of(memory: GenericAllocation) -> AllocationState:
 
 
 def check_mappable(memory: PhysicalMemory) -> None:
-    """Check the size of imported memory by mapping it (``cuMemMap``), because the driver maps only whole allocations.
-    Raises ValueError for a size that is no multiple of the granularity, CudaError for another wrong size.
+    """Check the size of imported memory: map the memory at new addresses (``cuMemMap``), and unmap it again. The driver
+    maps only whole allocations. Raises ValueError for a size that is no multiple of the granularity, CudaError for
+    another wrong size.
     """
     granularity = memory._spec.granularity
     if memory.nbytes % granularity:
@@ -92,7 +98,7 @@ def check_mappable(memory: PhysicalMemory) -> None:
 
 
 def watch_mappings(session: Session, watcher: MappingWatcher) -> None:
-    """Notify ``watcher`` of each mapping that this package makes on a driver from now on."""
+    """Notify ``watcher`` from now on of the mappings that this package makes and unmaps on a driver."""
     allocations = allocations_of(session)
     with allocations.lock:
         allocations.watchers += (watcher,)
@@ -107,7 +113,7 @@ def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
 
 def is_counted(memory: MappedMemory) -> bool:
     """Return whether a watcher should count memory that was just mapped: this process created the memory, and has no
-    other mapping of it.
+    other mapping of it. Return True for pages of an arena.
     """
     if not isinstance(memory, GenericAllocation):
         return True  # An arena notifies watchers of each page only once.
@@ -118,6 +124,7 @@ def is_counted(memory: MappedMemory) -> bool:
 
 def map_side_by_side(range: AddressRange, memories: Sequence[GenericAllocation], rights: Rights) -> None:
     """Map ``memories`` side by side from the first address of an empty range on (``cuMemMap``), and set the permissions
-    ``rights``. If a call fails, nothing stays mapped. Raises CudaError, ValueError.
+    ``rights`` (``cuMemSetAccess``). If a call fails, nothing stays mapped. Raises ClosedError if the range or a memory
+    was closed, ValueError if a memory does not fit into the range, CudaError.
     """
     range._map(memories, 0, rights)

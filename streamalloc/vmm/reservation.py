@@ -122,8 +122,8 @@ class MappedBytes(Node):
             watcher.mapped(address, self.memory)
 
     def retain(self) -> None:
-        """Get a handle of the memory (``cuMemRetainAllocationHandle``), so that the memory still exists after it is
-        unmapped, even if its object was closed.
+        """Get a handle of the memory (``cuMemRetainAllocationHandle``) unless the mapping owns one. The memory then
+        still exists after it is unmapped, even if its object was closed. Raises CudaError.
         """
         if self._raw is None:
             address = int(self.reservation.raw) + self.offset
@@ -221,8 +221,8 @@ class Reservation(HandleNode):
         self.stale: bool = False
         """Whether :attr:`entries` has unmapped entries."""
         self.copies: Fence | None = None
-        """Fence for the last copies to the range, whose stream may be unknown to :class:`Fence` when the range is
-        dropped.
+        """Fence for the last copies to the range; None if there were none. The streams of these copies may be unknown
+        to a :class:`Fence` that is made when the range is dropped.
         """
 
     def table(self) -> list[MappedBytes]:
@@ -249,9 +249,9 @@ class Reservation(HandleNode):
         entries.insert(at, entry)
 
     def map(self, entries: Iterable[MappedBytes], rights: Rights) -> list[MappedBytes]:
-        """Map new adjacent entries, and set their permissions in one call. If a call fails, no entry stays mapped. Each
-        entry is mapped before the iterator is asked for the next. Returns the entries. Raises CudaError, and the errors
-        of the iterator.
+        """Map new adjacent entries (``cuMemMap``), and set their permissions in one call (``cuMemSetAccess``). If a
+        call fails, no entry stays mapped. Each entry is mapped before the next is read from the iterator. Returns the
+        entries. Raises ClosedError, CudaError, and the errors of the iterator and of watchers.
         """
         made: list[MappedBytes] = []
         with undoing(lambda: undo_all(entry.release for entry in made)):
@@ -279,8 +279,8 @@ class Reservation(HandleNode):
         return begin, end
 
     def within(self, start: int, stop: int | None) -> list[MappedBytes]:
-        """Return the mappings between two offsets. Raises ValueError if an offset is outside of the range, or inside of
-        a mapping, because the driver only changes whole mappings.
+        """Return the mappings between two offsets (bytes; None for the range's end). Raises TypeError, and ValueError
+        if an offset is outside of the range, or inside of a mapping: the driver only changes whole mappings.
         """
         begin, end = self.bounds(start, stop)
         entries = self.touching(begin, end)
@@ -303,7 +303,7 @@ class Reservation(HandleNode):
     def set_rights(self, entries: Sequence[MappedBytes], rights: Rights, after: After) -> None:
         """Set the permissions ``rights`` of adjacent mappings (``cuMemSetAccess``). After an error no permission has
         changed. If a device loses a permission, the host first waits for ``after``; None means all work of this device.
-        Raises NotSupportedError, CaptureError, CudaError.
+        Raises NotSupportedError, CudaError, and the errors of :func:`~streamalloc.vmm.access.wait`.
         """
         for entry in entries:
             if entry._memory is not None:  # Buffers check the permissions of memory that they create.
@@ -362,8 +362,8 @@ class Reservation(HandleNode):
         return super().in_use(session) or (self.copies is not None and not self.copies.done())
 
     def give_up(self) -> None:
-        """Record that the owner was closed or dropped, also for the mappings. Their memory objects have their own
-        finalisers.
+        """Record that the owner was closed or dropped, also for the mappings, whose memory objects have their own
+        finalisers. The range then waits for each :class:`Team` that mapped memory belongs to.
         """
         for entry in () if self.given_up else self._live():
             entry.given_up, entry._memory = True, None
@@ -378,7 +378,7 @@ class Reservation(HandleNode):
         self.allocations.attempt_all(self._live())
 
     def release(self) -> None:
-        """Free the addresses (``cuMemAddressFree``) if nothing is mapped any more."""
+        """Free the addresses (``cuMemAddressFree``) if nothing is mapped any more. Raises CudaError."""
         if not self._live():
             self.release_by("cuMemAddressFree", self.nbytes)
 
