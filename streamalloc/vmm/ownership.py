@@ -132,13 +132,13 @@ class Node:
         self.given_up = True
 
     def unmap_owned(self) -> None:
-        """Release the mappings or bindings that this node owns, if this is possible now. Must not block. Raises
-        CudaError.
+        """Release the mappings or bindings that this node owns, if this is possible now. This base class owns none.
+        Must not block. Raises CudaError.
         """
 
     def release(self) -> None:
-        """Release the resource and set :attr:`gone`. If the release is not possible yet, leave :attr:`gone` False: it
-        is then tried again. Must not block. Raises CudaError.
+        """Release the resource and set :attr:`gone`. If the release is not possible yet, leave :attr:`gone` False: the
+        release is then tried again. Must not block. Raises CudaError.
         """
         self.gone = True
 
@@ -164,7 +164,7 @@ class Team(Node):
 
     @gone.setter
     def gone(self, value: bool) -> None:
-        """Ignore the value, because it is computed."""
+        """Ignore ``value``: :attr:`gone` is computed from the other nodes."""
 
 
 class AllocationState:
@@ -176,9 +176,9 @@ class AllocationState:
 
     def __init__(self) -> None:
         self.handle: int = 0
-        """The driver handle as a number."""
+        """The driver handle as a number; 0 before an object has the handle."""
         self.exported: bool = False
-        """Whether a shareable handle was exported."""
+        """Whether this process has exported a handle of the memory or the object for other processes."""
         self.imported: bool = False
         """Whether another process created the memory or the object."""
         self.handles: dict[AllocationHandle, None] = {}
@@ -253,15 +253,16 @@ class AllocationHandle(HandleNode):
         self.used_unmapped: tuple[int, ...] = ()
         """Ordinals of devices that may use the memory without a mapping."""
         self.kept: dict[Node, object] = {}
-        """Memory objects of the program that must stay alive while they are bound to this multicast object, by the
-        binding's node.
+        """Objects that must stay alive: memory that is bound to this multicast object, by the binding's node, or the
+        owner of a borrowed handle, by this node.
         """
         self.state: AllocationState = AllocationState()
         self.state.handles[self] = None
 
     def known(self) -> None:
-        """Share the state of other objects with the same driver handle. Call this once the handle is known. From then
-        on, this node also waits for the nodes that their nodes wait for (:attr:`Node.first`).
+        """Share the state of other objects with the same driver handle. Call this after the handle was stored in
+        :attr:`raw`. From then on, this node also waits for the bindings and multicast objects that the nodes of the
+        other objects wait for (:attr:`Node.first`).
         """
         state = self.state
         state.handle = int(self._raw)
@@ -293,25 +294,27 @@ class AllocationHandle(HandleNode):
             self.allocations.attempt_all([one for one in self.preceding(Kind.OBJECT_MAPPING) if one.given_up])
 
     def release(self) -> None:
-        """Call ``cuMemRelease`` unless other code releases the handle."""
+        """Call ``cuMemRelease``, unless other code releases the handle. Raises CudaError."""
         if self.borrowed:
             self._raw, self.gone = None, True
         else:
             self.release_by("cuMemRelease")
 
     def forget(self) -> None:
-        """Remove this node from the state of its driver handle."""
+        """Remove this node from the state of its driver handle, and drop the objects in :attr:`kept`."""
         self.kept.clear()
         self.state.handles.pop(self, None)
         self.allocations.forget(self.state)
 
 
 class MappedMemory(Protocol):
-    """Type of mapped memory: a :class:`GenericAllocation`, or a page of an arena."""
+    """Type of the memory of which a watcher is notified: a :class:`GenericAllocation`, or for one page of an arena the
+    arena's :class:`~streamalloc.vmm.pages.places.PhysicalPages`.
+    """
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size in bytes; for an arena, the size of a page."""
 
     @property
     def location(self) -> MemLocation:
@@ -322,8 +325,8 @@ class MappingWatcher(Protocol):
     """Type of an object that is notified of the mappings of one driver."""
 
     def to_be_mapped(self, address: int, nbytes: int, /) -> None:
-        """Called before ``nbytes`` bytes of memory are created and mapped at ``address``. An exception goes to the
-        caller of the mapping, and nothing is mapped.
+        """Called before ``nbytes`` bytes of memory for a buffer, a cache or a page space are created and mapped at
+        ``address``. If this method raises, nothing is mapped, and the exception goes to the caller of the mapping.
         """
 
     def mapped(self, address: int, memory: MappedMemory, /) -> None:
@@ -364,13 +367,14 @@ class Allocations:
         release begins.
         """
         self.latest_fence: Fence | None = None
-        """The latest fence for the work of all known streams. Nodes whose owners were dropped before it was made share
-        this fence.
+        """The latest fence for the work of all known streams. Nodes share this fence if their owners were dropped
+        before the fence was made. None before the first drop.
         """
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
-        """Return the :class:`AllocationState` of each mapping in the ``nbytes`` bytes from ``address`` on. Memory that
-        is mapped twice is listed twice.
+        """Return the :class:`AllocationState` of each mapping of this package that overlaps the ``nbytes`` bytes from
+        ``address`` on. Memory that is mapped there twice is listed twice. Pages of arenas are left out. If only a
+        mapping has the handle, a :class:`PhysicalMemory` is made for it (:attr:`MappedBytes.memory`).
         """
         found = []
         for reservation in list(self.reservations):
@@ -412,7 +416,7 @@ class Allocations:
         self.deferred.submit(_Later(self, node))
 
     def end(self, node: Node) -> None:
-        """Release a node now. If other nodes must be released first, the deferred queue releases it later.
+        """Release a node now. If other nodes must be released first, the deferred queue releases this node later.
 
         Raises
         ------
@@ -431,7 +435,7 @@ class Allocations:
 
     def attempt(self, node: Node) -> bool:
         """Release what a node owns, then the node itself, unless work must finish or other nodes must be released
-        first. Returns whether the node is released.
+        first. Returns whether the node is released. Raises CudaError.
 
         Only one thread at a time does this for a node: two threads would call the driver twice with one handle.
         """
@@ -502,9 +506,8 @@ def check_exported(number: int) -> int:
 
 
 class GenericAllocation(OwnsNode, Shareable):
-    """Base class of owners of a ``CUmemGenericAllocationHandle``, which :meth:`AddressRange.map` can map.
-
-    The subclasses are :class:`PhysicalMemory` and :class:`~streamalloc.multicast.MulticastObject`.
+    """Base class of :class:`PhysicalMemory` and :class:`~streamalloc.multicast.MulticastObject`, which own a
+    ``CUmemGenericAllocationHandle``. :meth:`AddressRange.map` maps them.
     """
 
     __slots__ = ("_granularity", "_handle_types", "_mark", "_session", "nbytes")
@@ -571,12 +574,12 @@ class GenericAllocation(OwnsNode, Shareable):
 
     @property
     def mapping_count(self) -> int:
-        """Number of mappings of the memory in this process."""
+        """Number of the memory's mappings that this package has made in this process and not unmapped."""
         return sum(not mapping.given_up for mapping in list(self._state.mappings))
 
     @property
     def exported(self) -> bool:
-        """Whether a handle was exported, so that other processes may have the memory."""
+        """Whether this process has exported a handle, so that other processes may have the memory."""
         return self._state.exported
 
     @property
@@ -592,8 +595,9 @@ class GenericAllocation(OwnsNode, Shareable):
     def export(self, handle_type: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR) -> Fd | MemFabricHandle:
         """Export a handle for other processes (``cuMemExportToShareableHandle``).
 
-        Returns an :class:`Fd` or a :class:`MemFabricHandle`, as ``handle_type`` says. The driver keeps the memory while
-        the returned handle is open or another process has imported it, even after this object was closed.
+        Returns an :class:`Fd` or a :class:`MemFabricHandle`, as ``handle_type`` says. Even after this object was
+        closed, the driver keeps the memory while a returned :class:`Fd` is open or another process has imported the
+        memory.
 
         Raises
         ------
@@ -601,6 +605,8 @@ class GenericAllocation(OwnsNode, Shareable):
             The memory was not created with this handle type, or ``handle_type`` is not possible on Linux.
         ClosedError
             The object was closed.
+        CudaError
+            The driver refused the export.
         """
         kinds = (MemHandleType.POSIX_FILE_DESCRIPTOR, MemHandleType.FABRIC)
         if not isinstance(handle_type, MemHandleType) or handle_type not in kinds:
@@ -618,9 +624,14 @@ class GenericAllocation(OwnsNode, Shareable):
         return exported
 
     def close(self) -> None:
-        """Release the handle (``cuMemRelease``). Existing mappings stay usable. Idempotent.
+        """Release the handle (``cuMemRelease``), unless other code owns it. Existing mappings stay usable. Idempotent.
 
-        Memory that is bound to a multicast object keeps its handle until it is unbound.
+        The handle of memory that is bound to a multicast object is released after the memory was unbound.
+
+        Raises
+        ------
+        CudaError
+            The driver refused. The object stays open.
         """
         if not self.closed:
             self._node.allocations.end(self._node)
@@ -629,14 +640,14 @@ class GenericAllocation(OwnsNode, Shareable):
 
     @abc.abstractmethod
     def _check_mappable(self) -> None:
-        """Raise an error if the object cannot be mapped: ValueError for a tile pool, IncompleteTeamError for a
-        multicast object to which not all devices were added.
+        """Raise an error if the object cannot be mapped: ValueError for a tile pool; for a multicast object ClosedError
+        if it was closed, and IncompleteTeamError if not all devices were added.
         """
 
     @abc.abstractmethod
     def _check_access(self, rights: Rights) -> None:
-        """Raise NotSupportedError if the driver cannot grant these permissions on this memory. Called before any
-        permission is set.
+        """Raise NotSupportedError if the driver cannot grant the host these permissions. For a multicast object, raise
+        ValueError if a device is not in its team. Called before any permission is set.
         """
 
     @property

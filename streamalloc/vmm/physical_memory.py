@@ -62,11 +62,13 @@ T = TypeVar("T")
 
 
 class MemorySpec:
-    """Properties of physical memory, which were checked once, and the creation of such memory."""
+    """Properties of physical memory with their granularity, and methods that create memory with these properties."""
 
     def __init__(self, session: Session, prop: MemAllocationProp, *, exists: bool = False) -> None:
         """Check the properties and query the granularity. ``exists``: whether the memory already exists; its properties
-        are then not checked, and its device may be invisible to this process.
+        are then not checked, and its device may be invisible to this process. Raises ValueError if the properties
+        contradict each other or name an unknown device, NotSupportedError if the device does not support them,
+        CudaError.
         """
         if not exists:
             self._check(session, prop)
@@ -122,9 +124,9 @@ class MemorySpec:
         return -(-nbytes // self.granularity) * self.granularity
 
     def checked(self, nbytes: int | str, *, round_up: bool = False, name: str = "nbytes") -> int:
-        """Return the size ``nbytes`` in bytes; with ``round_up``, rounded up to the granularity. Raises TypeError, and
-        ValueError for zero and for sizes that are no multiple of the granularity. ``name``: the argument's name, for
-        errors.
+        """Return the size ``nbytes`` in bytes; with ``round_up``, rounded up to the granularity. Raises TypeError if
+        ``nbytes`` is neither an integer nor text, and ValueError for zero, other values that are no size, and sizes
+        that are no multiple of the granularity. ``name``: the argument's name, for errors.
         """
         size = checked_size(name, nbytes)
         if round_up:
@@ -141,7 +143,10 @@ class MemorySpec:
         Raises
         ------
         OutOfMemoryError
-            There is not enough memory, even after dropped memory and the unused pages of arenas were released.
+            There is not enough memory, even after dropped memory and the unused memory of arenas and expandable caches
+            was released.
+        CudaError
+            The driver refused to create the memory.
         """
         if not self.session.forked:
             self.allocations.deferred.work()
@@ -149,7 +154,8 @@ class MemorySpec:
 
     def create(self, owner: OwnsHandle, nbytes: int) -> None:
         """Create memory (``cuMemCreate``) and store its handle in ``owner._raw``. Only if memory runs out, make
-        deferred releases, have arenas release unused pages, and try again. Raises OutOfMemoryError, CudaError.
+        deferred releases, have arenas and expandable caches release unused memory, and try once more. Raises
+        OutOfMemoryError, CudaError.
         """
         for last in (False, True):
             result, raw = self.session.cuMemCreate(nbytes, self.struct, 0)
@@ -163,8 +169,8 @@ class MemorySpec:
                 raise self.out_of_memory(error, nbytes)
 
     def adopt(self, mapped: MappedBytes) -> PhysicalMemory:
-        """Return the memory of a mapping as an object. If the mapping owns the handle, the object takes the handle
-        over.
+        """Return the :class:`PhysicalMemory` of a mapping. The first call makes this object, which takes over the
+        handle of the mapping. If the mapping has no handle any more, the new object is closed.
         """
         memory = PhysicalMemory.__new__(PhysicalMemory)
         memory._belong(self, mapped.nbytes)
@@ -189,8 +195,8 @@ class MemorySpec:
         return found
 
     def out_of_memory(self, error: OutOfMemoryError, nbytes: int) -> OutOfMemoryError:
-        """Return ``error`` with the bytes requested, the free and total bytes of the device, and lines of text on who
-        holds memory there.
+        """Return a new error like ``error`` with the bytes requested and lines of text on who holds memory at the
+        location. For memory of a device, it also has the device's free and total bytes (``cuMemGetInfo``).
         """
         figures: dict[str, Any] = {"requested": nbytes}
         hint = "physical memory is exhausted, not address space"
@@ -207,7 +213,7 @@ class MemorySpec:
 
 def spec_of(session: Session, prop: MemAllocationProp, *, exists: bool = False) -> MemorySpec:
     """Return the :class:`MemorySpec` of these properties: for equal properties the same object. ``exists``: whether the
-    memory exists already, so that the properties are not checked. Raises ValueError, NotSupportedError.
+    memory exists already, so that the properties are not checked. Errors as for :class:`MemorySpec`.
     """
     known: dict[object, MemorySpec] = allocations_of(session).specs
     return known.get((prop, exists)) or known.setdefault((prop, exists), MemorySpec(session, prop, exists=exists))
@@ -230,8 +236,9 @@ def properties_for(
     gpu_direct_rdma: bool,
     tile_pool: bool = False,
 ) -> MemAllocationProp:
-    """Return the properties for these arguments of :class:`PhysicalMemory`. If ``where`` is a MemAllocationProp, it is
-    returned, and other arguments raise ValueError. Raises TypeError.
+    """Return the properties for these arguments of :class:`PhysicalMemory`. A MemAllocationProp ``where`` is returned
+    unchanged. Raises TypeError if ``where`` is no location, or ``handle_types`` of another type. Raises ValueError if
+    other arguments are given together with a MemAllocationProp, or if the location does not allow them.
     """
     if isinstance(where, MemAllocationProp):
         if handle_types or compressible or gpu_direct_rdma or tile_pool:
@@ -258,8 +265,9 @@ class PhysicalMemory(GenericAllocation):
     """Physical memory of a device or of the host, without an address (``cuMemCreate``).
 
     To use the memory, map it into an :class:`AddressRange`, at one address or at several (aliases). The driver keeps
-    the memory until this object is closed, all mappings are unmapped, and every process that imported the memory has
-    closed it, in any order. Memory that is still bound to a multicast object is released when it is unbound. ::
+    the memory until this object and all exported descriptors are closed, all mappings are unmapped, and every process
+    that imported the memory has closed it, in any order. Memory that is bound to a multicast object is released only
+    when it is unbound. ::
 
         with vmm.PhysicalMemory(device, 2 << 20) as memory, vmm.AddressRange(2 << 20) as addresses:
             addresses.map(memory, access=device).fill(0, stream)
@@ -286,9 +294,12 @@ class PhysicalMemory(GenericAllocation):
     Raises
     ------
     TypeError, ValueError
-        The size is not a multiple of the granularity, or an option conflicts with the location or another option.
+        ``where`` is no location of the driver, ``nbytes`` is no multiple of the granularity, or an option conflicts
+        with the location or another option.
     NotSupportedError
         The device does not support an option. The message names the option.
+    InvalidValueError
+        The driver refused the location, for example a NUMA node that does not exist.
     NotPermittedError
         Fabric handles were requested and this user cannot open an IMEX channel.
     OutOfMemoryError
@@ -349,10 +360,14 @@ class PhysicalMemory(GenericAllocation):
 
         Raises
         ------
+        TypeError
+            ``address`` is not an integer.
         InvalidValueError
             No memory is mapped at the address with ``cuMemMap``.
         ValueError
-            A multicast object of this process is mapped at the address.
+            ``address`` is negative, or a multicast object of this process is mapped there.
+        CudaError
+            The driver refused to return the handle, the properties or the size.
         """
         session = session_for(None, driver)
         memory = cls.__new__(cls)
@@ -383,8 +398,8 @@ class PhysicalMemory(GenericAllocation):
         handle
             A file descriptor or fabric handle that any process exported (``cuMemExportToShareableHandle``). The object
             gets its own driver handle of the memory (``cuMemImportFromShareableHandle``), which it releases. An
-            :class:`Fd` is closed by this call, even if it fails; a descriptor given as a number stays open. A fabric
-            handle is a :class:`MemFabricHandle`, its bytes, or a ``CUmemFabricHandle``. Or a
+            :class:`Fd` is closed by this call, even if the import fails; a descriptor given as a number stays open. A
+            fabric handle is a :class:`MemFabricHandle`, its bytes, or a ``CUmemFabricHandle``. Or a
             ``CUmemGenericAllocationHandle`` of this process: it needs an ``owner``, and must not be released before
             this object is closed, because driver 580 may crash on a released handle.
         nbytes
@@ -486,7 +501,7 @@ class PhysicalMemory(GenericAllocation):
         """Return the properties that the driver reports (``cuMemGetAllocationPropertiesFromHandle``).
 
         These may differ from :attr:`properties`: compression is not always granted, the location HOST is reported as a
-        NUMA node, and driver 580 does not report tile pools.
+        NUMA node, and driver 580 does not report tile pools. Raises ClosedError if the object was closed.
         """
         return MemAllocationProp.from_driver(self._queried())
 
@@ -496,7 +511,7 @@ class PhysicalMemory(GenericAllocation):
     @property
     def compressible(self) -> bool:
         """Whether the memory is compressible; False if compression was requested and not granted. Each read queries the
-        driver (``cuMemGetAllocationPropertiesFromHandle``).
+        driver (``cuMemGetAllocationPropertiesFromHandle``). Raises ClosedError if the object was closed.
         """
         return self.query().alloc_flags.compression_type == _COMPRESSION
 
@@ -524,12 +539,12 @@ class PhysicalMemory(GenericAllocation):
 def import_memory(
     session: Session, handle: Fd | int | bytes, nbytes: int, *, alike: PhysicalMemory | None = None
 ) -> PhysicalMemory:
-    """Import physical memory of another process (``cuMemImportFromShareableHandle``). Raises TypeError, ValueError,
-    CudaError.
+    """Import physical memory of another process (``cuMemImportFromShareableHandle``). Raises TypeError or ValueError
+    for something that is no such handle, and CudaError if the driver refuses the handle.
 
     ``handle`` is a file descriptor, which the caller keeps and closes, or the 64 bytes of a fabric handle. The size
     ``nbytes`` is not checked, see :func:`streamalloc.vmm.internal.check_mappable`. ``alike``: memory with the same
-    properties, which the driver is then not asked for; None to ask.
+    properties; None to query the properties (``cuMemGetAllocationPropertiesFromHandle``).
     """
     memory = PhysicalMemory.__new__(PhysicalMemory)
     memory._prepare(session, nbytes, Kind.MEMORY)
@@ -540,8 +555,8 @@ def import_memory(
     with undoing(memory.close):
         struct, allocations = memory._queried(), memory._node.allocations
         read, known = prop_bytes(struct), allocations.imported
-        # Chunks of a range often have equal properties, and it takes longer to make the objects for them than to import
-        # a chunk.
+        # Chunks of a range often have equal properties. So the last spec is kept: making a spec takes longer than
+        # importing a chunk.
         if known is None or known[0] != read:
             spec = spec_of(session, MemAllocationProp.from_driver(struct), exists=True)
             known = allocations.imported = read, spec
@@ -558,8 +573,8 @@ def _most_bytes(memory: PhysicalMemory) -> int:
 
 
 def _size_among(session: Session, raw: Any, sizes: Sequence[int], begin: int = 0) -> int:
-    """Return the first of ``sizes`` (ascending, in bytes) in which the driver maps the memory ``raw`` at new addresses;
-    0 if there is none. Sizes before the index ``begin`` are left out.
+    """Return the first of ``sizes`` (ascending, in bytes) with which the driver maps the memory of the handle ``raw``
+    at new addresses; 0 if there is none. Sizes before the index ``begin`` are left out.
     """
     # A few sizes are tried first: the process may not have as many addresses as the device has memory.
     some = sizes[begin : _ROOM * max(begin, 1)]
@@ -591,8 +606,8 @@ _NOT_MAPPED = "no memory is mapped by cuMemMap at this address"
 def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     """Return a DMA-BUF file descriptor for device memory, for example for an RDMA network card.
 
-    Calls ``cuMemGetHandleForAddressRange``. The descriptor does not keep the memory: close the descriptor before the
-    memory is freed. ::
+    The driver call is ``cuMemGetHandleForAddressRange``. The descriptor does not keep the memory: close the descriptor
+    before the memory is freed. ::
 
         with vmm.dma_buf(buffer) as fd:
             register(fd.fileno(), buffer.nbytes)
@@ -600,7 +615,7 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     Parameters
     ----------
     memory
-        Memory of this package that begins and ends at host pages (4 KiB).
+        Device memory of this package that begins and ends at host pages (usually 4 KiB).
     pcie
         Whether to request a mapping over PCIe even if the device has another link to the host.
 
@@ -610,8 +625,12 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
         The memory is empty, or does not begin and end at a page.
     TypeError
         ``memory`` is no memory of this package.
+    ClosedError, EvictedError
+        The memory was freed or unmapped, or is evicted.
     NotSupportedError
         The device does not support DMA-BUF (:attr:`Capabilities.dma_buf`), or not with ``pcie``.
+    CudaError
+        The driver refused the memory, for example host memory.
     """
     if not isinstance(memory, Memory):
         raise TypeError(f"memory must be Memory, not {type(memory).__name__} ({memory!r})")

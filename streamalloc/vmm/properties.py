@@ -39,8 +39,10 @@ class MemAllocFlags:
 
     Raises
     ------
-    TypeError, ValueError
-        ``compression_type`` is neither 0 nor 1, or ``usage`` does not fit 16 bits.
+    TypeError
+        ``usage`` is not an integer.
+    ValueError
+        ``compression_type`` is neither 0 nor 1, or ``usage`` is negative or does not fit 16 bits.
     """
 
     compression_type: int = 0
@@ -67,7 +69,8 @@ class MemAllocationProp:
     requested_handle_types
         Kinds of handles for sharing with other processes.
     location
-        Device, HOST or HOST_NUMA.
+        DEVICE, DEVICE_LOCALITY_DOMAIN, HOST or HOST_NUMA; by default device 0. Memory on HOST cannot be shared with
+        other processes.
     win32_handle_meta_data
         None. The driver's field is for Windows only.
     alloc_flags
@@ -75,8 +78,10 @@ class MemAllocationProp:
 
     Raises
     ------
-    TypeError, ValueError
-        A field has the wrong type or breaks a documented rule. The message names the field and the rule.
+    TypeError
+        A field has the wrong type.
+    ValueError
+        A field has a value that ``cuMemCreate`` does not allow. The message names the field and the rule.
     """
 
     type: MemAllocationType = MemAllocationType.PINNED
@@ -144,25 +149,27 @@ class ArrayMapInfo:
     resource
         Number of the ``CUarray``, or of the ``CUmipmappedArray`` if ``mipmapped``.
     mipmapped
-        Whether the array has several levels, and ``resource`` is a ``CUmipmappedArray``.
+        Whether ``resource`` is a ``CUmipmappedArray``.
     level, layer
         Level and layer that are changed.
     offsets, extents
-        For a part of a level: its first element, and its size in elements, each in x, y and z.
+        For a part of a level: its first element and its size in elements, each as a tuple (x, y, z).
     mip_tail
         For a part of the mip tail: its offset and size in bytes. None for a part of a level.
     mem_handle
         Number of the ``CUmemGenericAllocationHandle`` to map; 0 unmaps the part.
     offset
-        Offset in the memory in bytes.
+        Offset in the memory of ``mem_handle``, in bytes.
     device_bit_mask
         One bit: 1 shifted left by the ordinal of the stream's device.
 
     Raises
     ------
-    TypeError, ValueError
-        A field is no number or is negative, ``device_bit_mask`` does not have exactly one bit, or ``level`` is given
-        for an array that is not mipmapped.
+    TypeError
+        A field that must be an integer is not one.
+    ValueError
+        A number is negative, ``device_bit_mask`` does not have exactly one bit, or ``level`` is above 0 for an array
+        that is not mipmapped.
     """
 
     resource: int
