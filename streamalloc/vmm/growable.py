@@ -73,7 +73,11 @@ class GrowableBuffer(VirtualBuffer):
     OutOfMemoryError
         There is not enough memory for ``nbytes``.
     TypeError, ValueError
-        An argument is not allowed; the message names it.
+        An argument is not allowed; the message names the argument.
+    ClosedError
+        ``stream`` was closed.
+    NotSupportedError, NotPermittedError, InvalidValueError
+        As for :class:`PhysicalMemory`.
     """
 
     def __init__(
@@ -127,23 +131,26 @@ class GrowableBuffer(VirtualBuffer):
             Events or streams that the host waits for before memory is unmapped; ``()`` for none. By default all work of
             the devices with access.
         release
-            Whether a shrink releases the unused memory. If False, the memory stays mapped after the buffer's end, and
-            the next growth makes no driver call. ``resize(buffer.nbytes)`` releases this memory later.
+            Whether a shrink releases the unused memory. If False, the memory stays mapped after the buffer's end, and a
+            later growth into this memory makes no driver call. ``resize(buffer.nbytes)`` releases this memory later.
 
         Raises
         ------
         OutOfMemoryError
             There is not enough memory. The buffer is unchanged.
         ClosedError
-            The buffer was closed.
+            The buffer, or an event or stream of ``after``, was closed.
         EvictedError
             The buffer is evicted: :meth:`restore` it first.
         InUseError
-            The buffer is frozen, or a signal handler or a hook called this during another call.
+            The buffer is frozen, or a signal handler or a hook called this method during another call.
         CaptureError
             A stream of ``after`` is being captured.
         TypeError, ValueError
-            ``nbytes`` is not a size, or is more than the capacity.
+            ``nbytes`` is not a size, or is more than the capacity. Or ``after`` has something else than events and
+            streams of the driver.
+        CudaError
+            The driver refused a call.
         """
         self._resize(nbytes, after, release)
 
@@ -222,7 +229,10 @@ def stripe(
     OutOfMemoryError, AddressSpaceError
         A device has too little memory, or the process has no addresses left. All memory and addresses are released.
     TypeError, ValueError
-        ``devices`` is empty or names a device twice, or ``nbytes`` is 0 or not a size.
+        ``devices`` is empty, names a device twice or has something else than devices. Or ``nbytes`` is 0 or not a size,
+        or another argument is not allowed.
+    ClosedError, NotSupportedError, NotPermittedError
+        As for :class:`GrowableBuffer`.
 
     Examples
     --------
@@ -269,7 +279,9 @@ class RemappableBuffer(VirtualBuffer):
 
     @property
     def address(self) -> int:
-        """Address of the first byte. Raises ClosedError if the buffer was closed."""
+        """Address of the buffer's first byte, which is after the start of the first chunk by ``offset`` bytes. Raises
+        ClosedError if the buffer was closed.
+        """
         return self.range.address + self._offset
 
     @claimed
@@ -293,11 +305,12 @@ class RemappableBuffer(VirtualBuffer):
         Raises
         ------
         ValueError
-            The memory of ``make`` has another granularity, or the chunks exceed the capacity.
+            A chunk would begin at an offset that is no multiple of the granularity of its memory, or the chunks exceed
+            the capacity.
         ClosedError
             The buffer was closed.
         CudaError
-            The driver refused to create or to map memory.
+            The driver refused to map or to unmap memory. Errors of ``make`` propagate, too.
         InUseError
             A signal handler or a hook called this method during another call.
         """

@@ -32,8 +32,8 @@ _BATCH = 64 << 20
 
 
 Backup: TypeAlias = "MemoryPool | HostTier | DiskTier | Memory | Bytes | Saved | None"
-"""Type of the argument ``backup``: where the bytes of one buffer are stored. A :class:`Saved` is room that a tier has
-reserved; None discards the bytes.
+"""Type of the argument ``backup``: where the bytes of one buffer are stored. A :class:`Saved` is memory or disk space
+that a tier has reserved. None discards the bytes.
 """
 
 
@@ -66,7 +66,7 @@ class Eviction(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of physical memory that were released."""
+        """Bytes of physical memory that the buffer had, and has again once it is restored."""
         return sum(piece.nbytes for piece in self.pieces)
 
     def _drop(self) -> None:
@@ -81,10 +81,10 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
     """A buffer with a constant address whose physical memory can be released and created again.
 
     A buffer owns an :class:`AddressRange`, and has memory mapped from the range's start on, without a hole.
-    :meth:`evict` releases the physical memory, with or without a copy of the bytes in host memory. :meth:`restore` maps
-    new memory with the same bytes at the same addresses. :class:`SleepGroup` does the same for many buffers at once:
-    ``sleep()`` evicts, and ``wake()`` restores, either all its buffers or none. A buffer of a group can also be
-    restored alone. :class:`GrowableBuffer` and :func:`stripe` make such buffers. ::
+    :meth:`evict` releases the physical memory, with or without a copy of the bytes in host memory or on disk.
+    :meth:`restore` maps new memory at the same addresses, and copies the stored bytes into it. :class:`SleepGroup` does
+    the same for many buffers at once: ``sleep()`` evicts, and ``wake()`` restores, either all its buffers or none. A
+    buffer of a group can also be restored alone. :class:`GrowableBuffer` and :func:`stripe` make such buffers. ::
 
         buffer.evict(host_pool)    # frees device memory; buffer.address stays reserved
         buffer.restore()           # same address, same bytes
@@ -126,7 +126,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, as requested."""
+        """Size in bytes, as requested; 0 if the buffer was closed."""
         return self._nbytes
 
     @property
@@ -161,7 +161,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device has access to the memory."""
+        """Whether the device of :attr:`stream` has access to the memory, at least to read."""
         return bool(self._rights.get(self.stream.device.location, MemAccess.NONE))
 
     @property
@@ -188,9 +188,20 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
         """Set permissions on the buffer's memory, and on memory that it gets later (``cuMemSetAccess``).
 
-        ``who``, ``access``, ``after`` and errors as for :meth:`AddressRange.set_access`. Raises ClosedError if the
-        buffer was closed, and InUseError if it is frozen. If the buffer is evicted, the permissions take effect when it
-        is restored.
+        ``who``, ``access`` and ``after`` as for :meth:`AddressRange.set_access`. If the buffer is evicted, the
+        permissions take effect when it is restored.
+
+        Raises
+        ------
+        ClosedError, CaptureError
+            The buffer, or an event or stream of ``after``, was closed; or a stream is being captured.
+        InUseError
+            The buffer is frozen, or a signal handler or a hook called this method during another call.
+        TypeError, ValueError
+            ``who`` is no location of the driver, or is the host for a buffer in device memory. Or ``after`` has
+            something else than events and streams of the driver.
+        CudaError
+            The driver refused the call. No permission has changed.
         """
         self._check_open()
         self._check_thawed()
@@ -229,21 +240,22 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         Raises
         ------
         ClosedError
-            The buffer or ``stream`` was closed.
+            The buffer, ``backup``, ``stream``, or an event or stream of ``after`` was closed.
         EvictedError
             The buffer is evicted already.
         InUseError
             Some of the memory was exported (and ``shared`` is False), is mapped elsewhere, is bound to a multicast
-            object, or is held by another :class:`PhysicalMemory`, so that its release here would free nothing.
+            object, or is held by another :class:`PhysicalMemory`, so that its release here would free nothing. Or a
+            signal handler or a hook called this method during another call.
         OutOfMemoryError
             There is not enough memory for the backup. The buffer is unchanged.
         CaptureError
             ``stream``, or a stream of ``after``, is being captured.
         TypeError, ValueError
             ``backup`` is no such place, is of another driver or size, or is memory of the buffer itself. Or the device
-            has no access to the pool.
-        OSError
-            A file cannot be written. The buffer is unchanged.
+            has no access to the pool. Or ``stream`` or ``after`` is no stream or event of the driver.
+        OSError, CudaError
+            A file cannot be written, or the driver refused a call. The buffer is unchanged.
         """
         entries = self._evictable(shared=shared)
         ordered = copying_stream(stream, self)
@@ -318,10 +330,13 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
             The buffer or ``stream`` was closed.
         EvictedError
             The buffer is not evicted.
-        CaptureError
-            ``stream`` is being captured.
-        OutOfMemoryError
-            There is not enough memory. The buffer is still evicted, and its backup complete.
+        InUseError
+            A signal handler or a hook called this method during another call.
+        TypeError, ValueError, CaptureError
+            ``stream`` is no stream of the driver, or is being captured.
+        OutOfMemoryError, CudaError
+            There is not enough memory, or the driver refused a call. The buffer is still evicted, and its backup
+            complete.
         OSError, DamagedBackupError
             A file of the backup cannot be read, or is damaged. The buffer is still evicted.
         """
@@ -359,7 +374,8 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         ``cuMemRelease``, ``cuMemAddressFree``). Idempotent.
 
         ``after`` is one or several events or streams; ``()`` for none. Default: all work of the devices with access.
-        Raises CaptureError if one of these streams is being captured, and CudaError if the driver refuses to unmap.
+        Raises InUseError if a signal handler or a hook called this method during another call, CudaError if the driver
+        refuses to unmap, and the errors that :class:`AddressRange` names for ``after``.
         """
         if self.range.closed:
             return
@@ -517,13 +533,16 @@ def run_steps(steps: Steps) -> None:
 
 
 Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
-"""Buffers that are copied in sequence, and the event after their copies. Together they have at least ``_BATCH`` bytes,
-except in a last batch.
+"""Buffers that are copied in sequence, and the event after their copies. Together the buffers have at least ``_BATCH``
+bytes, except in a last batch.
 """
 
 
 def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Batch]:
-    """Queue the copies of buffers to their backups. Returns the buffers in batches, in the order of the copies."""
+    """Queue the copies of buffers to their backups on ``stream``, and complete the backups (:meth:`Stored.seal`).
+    Returns the buffers in batches, in the order of the copies. The host waits for copies to disk. Raises OSError,
+    OutOfMemoryError, CudaError.
+    """
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
     # The buffers are grouped by backup: one `moving` block copies a whole group. A backup on disk has its own staging
@@ -679,7 +698,7 @@ def frozen_backups(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Save
 
 
 def drop_woken(evictions: abc.Mapping[VirtualBuffer, Eviction]) -> None:
-    """Drop the backups of buffers that have woken, except those of frozen buffers."""
+    """Drop the backups in ``evictions`` after their buffers were restored, except those of frozen buffers."""
     drop_all({buffer: eviction.saved for buffer, eviction in evictions.items() if not buffer.frozen})
 
 
@@ -702,8 +721,8 @@ def device_rights(
     location: MemLocation | None = None,
 ) -> Rights:
     """Return the argument ``access`` as permissions on memory of ``location``. Each of ``devices`` also gets read and
-    write access. Locations that are given without a permission get ``permission``. Raises TypeError, and ValueError if
-    the host would get access to device memory.
+    write access. Locations that are given without a permission get ``permission``. Raises TypeError and ValueError as
+    :func:`~streamalloc.vmm.access.rights_of` does, and ValueError if the host would get access to device memory.
     """
     rights = {device.location: MemAccess.READWRITE for device in devices} | rights_of(access, session, permission)
     for where, allowed in rights.items():
