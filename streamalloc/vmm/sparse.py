@@ -1,7 +1,8 @@
 """Sparse CUDA arrays: textures and volumes that have memory only for some of their tiles (``cuMemMapArrayAsync``).
 
 An array is divided into *tiles* of 64 KiB. Unmapped tiles read as zero and discard writes. The memory of mapped tiles
-comes from a :class:`TilePool`. Mapping and unmapping are stream-ordered.
+comes from a :class:`TilePool`. Mapping and unmapping are stream-ordered. An array with ``deferred=True`` is mapped only
+as a whole.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class TilePool(Closes):
 
     @property
     def free_tiles(self) -> int:
-        """Number of tiles that no array uses."""
+        """Number of tiles that no array uses. Queued work may still use tiles that were unmapped."""
         return len(self._free)
 
     @property
@@ -120,6 +121,8 @@ class TilePool(Closes):
         ------
         ValueError
             An array uses tiles of the pool: first unmap these tiles, or close the array.
+        CudaError
+            The driver refused a call.
         """
         if self.memory.closed:
             return
@@ -261,8 +264,10 @@ class SparseArray(OwnsNode):
     ------
     NotSupportedError
         The device does not support sparse arrays.
-    TypeError, ValueError
-        An argument is not allowed.
+    TypeError
+        ``device`` is no Device, or ``shape``, ``dtype`` or ``levels`` has the wrong type.
+    ValueError
+        The driver has no arrays of this shape, type or number of channels.
     InvalidValueError
         The driver refuses the array, for example because a dimension is too large.
     """
@@ -324,7 +329,7 @@ class SparseArray(OwnsNode):
         """The mip tail; None if the array has none."""
         self.tile: tuple[int, ...] = self.level_shape()
         """Shape of a tile in elements: (height, width) or (depth, height, width). If the array is mapped as a whole,
-        the shape of level 0.
+        the shape of level 0 without layers.
         """
         with self.device.current():
             if self.levels:
@@ -361,7 +366,7 @@ class SparseArray(OwnsNode):
 
     @property
     def tile_bytes(self) -> int:
-        """Size of a tile in bytes, 64 KiB. If the array is mapped as a whole, the size of level 0."""
+        """Size of a tile in bytes, 64 KiB. If the array is mapped as a whole, the size of one layer of level 0."""
         return int(np.prod(self.tile)) * self.element_bytes
 
     @property
@@ -381,7 +386,7 @@ class SparseArray(OwnsNode):
 
     def mapped_tiles(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
         """Return an array of bool with one element for each tile of a level and layer: whether the tile is mapped.
-        Raises ValueError if the array has no such level or layer.
+        False for levels in the mip tail. Raises ValueError if the array has no such level or layer.
         """
         self._check_layer(layer)
         grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
@@ -430,25 +435,28 @@ class SparseArray(OwnsNode):
             The array, the pool or the stream was closed.
         CaptureError
             The stream is being captured.
+        CudaError
+            The driver refused the call. Nothing is mapped.
         """
         self._map(self._tiles(region, level, layer), pool, stream)
 
     def unmap(self, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
         """Unmap the tiles of a region, stream-ordered (``cuMemMapArrayAsync``), and return their memory to the pools.
 
-        Tiles that are not mapped are skipped. Parameters and errors as for :meth:`map`.
+        Tiles that are not mapped are skipped. ``region``, ``level``, ``layer``, ``stream`` and their errors as for
+        :meth:`map`.
         """
         self._unmap(self._tiles(region, level, layer), stream)
 
     def map_tail(self, pool: TilePool, *, layer: int = 0, stream: StreamLike) -> None:
-        """Map the mip tail of a layer, stream-ordered (``cuMemMapArrayAsync``). Parameters and errors as for
-        :meth:`map`; ValueError also if the array has no mip tail.
+        """Map the mip tail of a layer, or the one that all layers share, stream-ordered (``cuMemMapArrayAsync``).
+        Parameters and errors as for :meth:`map`; ValueError also if the array has no mip tail.
         """
         self._map(self._tail_tiles(layer), pool, stream)
 
     def unmap_tail(self, *, layer: int = 0, stream: StreamLike) -> None:
-        """Unmap the mip tail of a layer, stream-ordered (``cuMemMapArrayAsync``). Parameters and errors as for
-        :meth:`map_tail`.
+        """Unmap the mip tail of a layer, stream-ordered (``cuMemMapArrayAsync``). No effect if the tail is not mapped.
+        ``layer``, ``stream`` and their errors as for :meth:`map_tail`.
         """
         self._unmap(self._tail_tiles(layer), stream)
 
@@ -495,14 +503,15 @@ class SparseArray(OwnsNode):
 
         ``source`` has the shape of the region, plus a last dimension if there are several channels. Unmapped tiles
         discard the bytes. ``region``, ``level`` and ``layer`` as for :meth:`map`, but the region may begin and end
-        inside of tiles.
+        inside of tiles, and the level may be in the mip tail.
 
         Raises
         ------
         ValueError
             ``source`` has another shape or type or is not contiguous, or the region is empty or outside of the level.
+            Or the stream is of another device, or the array is mapped as a whole and has no memory.
         TypeError, ClosedError, CaptureError
-            As for :meth:`map`.
+            ``stream`` is no stream, ``stream`` or the array was closed, or ``stream`` is being captured.
         """
         self._copy(np.asarray(source), stream, region, level, layer, to_array=True)
 
@@ -510,8 +519,8 @@ class SparseArray(OwnsNode):
         self, target: npt.NDArray[Any], stream: StreamLike, *, region: Region = None, level: int = 0, layer: int = 0
     ) -> None:
         """Copy a region of the array into ``target``, a writable contiguous host array, stream-ordered
-        (``cuMemcpy3DAsync``). Parameters and errors as for :meth:`copy_from`, and TypeError if ``target`` is no
-        writable numpy array.
+        (``cuMemcpy3DAsync``). Unmapped tiles give zeros. Parameters and errors as for :meth:`copy_from`, and TypeError
+        if ``target`` is no writable numpy array.
         """
         if not isinstance(target, np.ndarray) or not target.flags.writeable:
             raise TypeError(f"target must be a writable numpy array, not {target!r}")
@@ -519,7 +528,7 @@ class SparseArray(OwnsNode):
 
     def close(self) -> None:
         """Wait for queued maps, unmaps and copies, then destroy the array and return its tiles to their pools
-        (``cuArrayDestroy``, ``cuMipmappedArrayDestroy``). Idempotent.
+        (``cuArrayDestroy``, ``cuMipmappedArrayDestroy``). Idempotent. Raises CudaError if the driver refuses.
         """
         # It is not documented that `cuArrayDestroy` waits for queued work.
         for fence in self._node.last.values():
