@@ -77,13 +77,13 @@ Move: TypeAlias = Callable[[Copies], None]
 
 
 class Chunk:
-    """One allocation or file of a tier, with room for blocks of one size. It is released when the last reference to it
-    is dropped.
+    """One allocation or file of a tier, with room for blocks. Only blocks of buffers have different sizes. The chunk is
+    released when the last reference to it is dropped.
     """
 
     def __init__(self, nbytes: int, count: int, address: int, step: int) -> None:
         self.nbytes: int = nbytes
-        """Size of a block in bytes."""
+        """Size of a block in bytes; 0 for a file with blocks of buffers."""
         self.count: int = count
         """Number of blocks."""
         self.address: int = address
@@ -116,9 +116,9 @@ class Chunk:
         return parts[0] if len(parts) == 1 else np.concatenate((self._every[:0], *parts)), tuple(last)
 
     def end(self) -> None:
-        """Called when the last contents of the chunk were dropped. Chunks that were made for one :class:`Stored`
-        release their memory or file; this base class does nothing, because chunks of a :class:`BlockTier` are kept for
-        later contents.
+        """Called when the last contents of the chunk were dropped. A chunk that was made for one :class:`Stored`
+        releases its memory or deletes its incomplete file. This base class does nothing, because chunks of a
+        :class:`BlockTier` are kept for later contents.
         """
 
     def close(self) -> None:
@@ -130,8 +130,8 @@ class Chunk:
         """Return addresses to the chunk. The next user of these addresses waits for the copies of ``fences``."""
         self._free.append((addresses, fences))
         if self.left == self.count:
-            # All addresses are taken off the list first, so that a signal handler that calls `take` meanwhile gets none
-            # of them.
+            # All addresses are removed from the list first. Otherwise a signal handler that calls `take` meanwhile
+            # could get some of them.
             free: list[tuple[Addresses, Sequence[Fence]]] = []
             try:
                 free.extend(drained(self._free.pop))
@@ -219,17 +219,20 @@ class Stored(Unique, abc.ABC):
     @abc.abstractmethod
     def moving(self, stream: Stream, *, out: bool) -> contextlib.AbstractContextManager[Move]:
         """Return a context manager. ``with`` gives a function that queues copies on ``stream``: from device memory if
-        ``out``, otherwise to device memory. Later work of the stream, queued after the block, finds the copied bytes.
+        ``out``, otherwise to device memory. Work that the stream gets after the ``with`` block finds the copied bytes.
+        Blocks the host for a file.
 
         Raises
         ------
         DamagedBackupError
-            The contents of a block have changed.
+            The contents of a block in a file have changed.
+        OSError, OutOfMemoryError, CudaError
+            A file cannot be read or written, there is not enough host memory, or the driver refused a call.
         """
 
     def seal(self, stream: Stream) -> None:
         """Complete the contents after all their copies were queued on ``stream``, for example by checksums or a file's
-        name. This base class does nothing.
+        name. This base class does nothing. Raises OSError, CudaError.
         """
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
@@ -240,13 +243,14 @@ class Stored(Unique, abc.ABC):
 
     def write(self, block: int, offset: int, source: Bytes) -> None:
         """Overwrite the bytes of a buffer's block, from ``offset`` (bytes) on, with the host array ``source``. Blocks
-        the host. Raises OSError, OutOfMemoryError, CudaError.
+        the host. Raises OSError, OutOfMemoryError, CudaError, and DamagedBackupError for a file block that is replaced
+        in part.
         """
         raise NotImplementedError
 
     def save(self, source: Addresses, stream: Stream, kernels: bool = False) -> None:
         """Copy all blocks from the device addresses ``source`` on ``stream``, and complete the contents (:meth:`seal`).
-        ``kernels``: whether kernels may use this memory. Raises OSError, CudaError.
+        ``kernels``: whether kernels may use the device memory. Raises OSError, OutOfMemoryError, CudaError.
         """
         with self.moving(stream, out=True) as move:
             move(Copies(range(len(self)), source, None, kernels))
@@ -254,7 +258,7 @@ class Stored(Unique, abc.ABC):
 
     def load(self, blocks: Indices, target: Addresses, stream: Stream, kernels: bool = False) -> None:
         """Queue the copies of ``blocks`` to the device addresses ``target`` on ``stream``. ``kernels``: whether kernels
-        may use this memory. Raises DamagedBackupError, OSError, CudaError.
+        may use the device memory. Raises DamagedBackupError, OSError, CudaError.
         """
         with self.moving(stream, out=False) as move:
             move(Copies(blocks, target, None, kernels))
@@ -339,14 +343,14 @@ class Saved(NamedTuple):
 
     def read(self, offset: int, target: Bytes) -> None:
         """Copy the saved bytes from ``offset`` (bytes) on into the host array ``target``. Blocks the host. Raises
-        OSError, DamagedBackupError.
+        OSError, DamagedBackupError, CudaError.
         """
         for block, begin, part in self._touched(offset, target):
             self.stored.read(block, begin, part)
 
     def write(self, offset: int, source: Bytes) -> None:
         """Overwrite the saved bytes from ``offset`` (bytes) on with the host array ``source``. Blocks the host. Raises
-        OSError, OutOfMemoryError.
+        OSError, OutOfMemoryError, CudaError, and DamagedBackupError for a file block that is replaced in part.
         """
         for block, begin, part in self._touched(offset, source):
             self.stored.write(block, begin, part)
@@ -376,7 +380,7 @@ def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], l
 
 
 def drop_contents(kept: Mapping[int, Kept]) -> None:
-    """Drop the contents in ``kept``, so that their tiers can reuse the room."""
+    """Drop the contents in ``kept``, so that their tiers can reuse the room. Raises CudaError."""
     for stored, indices, _ in by_contents(kept):
         stored.drop(indices)
 
@@ -421,7 +425,8 @@ class Tier:
 
 
 class BlockTier(Tier, Closes):
-    """A tier for blocks. It grows in chunks of at least 32 MiB, and keeps its chunks for later blocks.
+    """Base class of :class:`HostTier` and :class:`DiskTier`, with chunks that blocks share. The tier grows in chunks of
+    at least 32 MiB, or of less near its limit, and keeps its chunks for later blocks.
 
     Thread-safe. Contents are kept until they are swapped in or dropped, even after :meth:`close`.
     """
@@ -477,13 +482,16 @@ class BlockTier(Tier, Closes):
         Raises
         ------
         OutOfMemoryError, OSError
-            The tier is full, or a file cannot be written.
+            The tier is full, there is not enough host memory, or a file cannot be written.
         CaptureError
             ``stream`` is being captured.
         TypeError, ValueError
-            A block is outside of the memory, or the memory or ``stream`` belongs to another driver.
-        ClosedError, CudaError
-            The tier, the memory or the stream was closed, or the driver refused a call.
+            ``blocks`` has something that is no index of a block, ``nbytes`` is 0 or not a size, or ``memory`` or
+            ``stream`` is no memory or stream of the driver.
+        ClosedError, EvictedError
+            The tier or ``stream`` was closed, or ``memory`` was freed or is evicted.
+        CudaError
+            The driver refused a call.
         """
         ordered = copying_stream(stream, self.device)
         side = CopySide.of(memory, session_of(ordered))
@@ -499,13 +507,13 @@ class BlockTier(Tier, Closes):
         return stored
 
     def load(self, stored: Stored, memory: Memory, blocks: Blocks, stream: StreamLike) -> None:
-        """Copy all blocks of ``stored`` back to blocks of memory. Parameters and errors as for :meth:`save`. A closed
-        tier can still be read.
+        """Copy all blocks of ``stored`` back to ``blocks`` of ``memory``, in the same order. Parameters and errors as
+        for :meth:`save`. A closed tier can still be read.
 
         Raises
         ------
         ValueError
-            Contents were dropped, or the number of ``blocks`` differs.
+            Contents of ``stored`` were dropped, or the number of ``blocks`` differs from that of ``stored``.
         DamagedBackupError
             Contents have changed. The error's ``block`` is the index of the first such block in ``stored``. Blocks on
             disk are checked while they are read, so the contents of the memory are then undefined.
@@ -550,8 +558,8 @@ class BlockTier(Tier, Closes):
             move(Copies(range(at, end), places, None, kernels))
 
     def reserve(self, count: int, nbytes: int | str) -> None:
-        """Reserve pinned host memory (``cuMemHostRegister``) or disk space (``posix_fallocate``) for later contents,
-        because this takes long.
+        """Reserve pinned host memory (``cuMemHostRegister``) or disk space (``posix_fallocate``) for later contents, so
+        that later calls need not wait for this.
 
         Parameters
         ----------
@@ -563,8 +571,10 @@ class BlockTier(Tier, Closes):
         ------
         TypeError, ValueError
             ``count`` is not an integer, or ``nbytes`` is 0 or not a size.
-        OutOfMemoryError, OSError, ClosedError
-            As for :meth:`save`.
+        OutOfMemoryError, OSError
+            The tier's limit leaves no room, there is not enough host memory, or a file cannot be written.
+        ClosedError, CudaError
+            The tier was closed, or the driver refused a call.
         """
         count, nbytes = checked_type("count", count, int), checked_size("nbytes", nbytes)
         if not nbytes:
@@ -634,8 +644,8 @@ class BlockTier(Tier, Closes):
         return sum(self._room(chunk.nbytes) * chunk.count for chunk in self._chunks)
 
     def trim(self) -> None:
-        """Release chunks (memory or files) without contents, after the copies that use them (``cuMemHostUnregister``).
-        If the driver refuses, the deferred queue tries again later.
+        """Release chunks (memory or files) without contents, after the copies that use them. May block the host until
+        the devices are idle (``cuMemHostUnregister``). If the driver refuses, the deferred queue tries again later.
         """
         queue = deferred_queue(session_of(self.device))
         queue.work()  # First returns the room of dropped buffers.
@@ -655,13 +665,15 @@ class BlockTier(Tier, Closes):
             self._forget_unused()
 
     def close(self) -> None:
-        """Accept no more contents, and release each chunk once its last contents are dropped. Idempotent."""
+        """Accept no more contents, and release each chunk once its last contents are dropped. Chunks without contents
+        are released now (:meth:`trim`). Idempotent.
+        """
         self.closed = True
         self.trim()
 
 
 def ends_or_all(after: After, device: Device) -> Iterable[Event | Stream]:
     """Return the events and streams that ``after`` names. For None, return an event after all work of the device
-    (:func:`~streamalloc.core.fence.all_work`). Raises ValueError, CaptureError.
+    (:func:`~streamalloc.core.fence.all_work`). Errors as for :func:`~streamalloc.vmm.access.ends_of`, and CudaError.
     """
     return all_work(device) if after is None else ends_of(after, session_of(device))

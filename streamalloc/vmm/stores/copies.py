@@ -1,4 +1,4 @@
-"""Copies of scattered blocks between a device and pinned host memory, by the faster of two methods.
+"""Copies of scattered blocks between a device and pinned host memory, in the faster of two ways.
 
 * One by one: the driver copies the blocks, in batches. It needs 0.6 to 2 us for each block, however small the block is.
 * By a kernel, in one launch for up to 4,032 blocks. The kernel reads and writes host memory over the bus, at 90 % of
@@ -31,7 +31,7 @@ from streamalloc.vmm.stores.pinned import Pinning
 Mask: TypeAlias = "npt.NDArray[np.bool_]"
 
 _SIZES = tuple(4096 << power for power in range(0, 10, 2))
-"""Sizes of blocks in bytes at which the two methods are compared."""
+"""Sizes of blocks in bytes at which the two ways are compared."""
 _UNMEASURED = 256 << 10
 """Largest size in bytes at which the kernel was as fast as single copies on an H200. It is used if there is no memory
 for a measurement.
@@ -64,8 +64,8 @@ def copy_batch(
     out: bool,
     kernels: bool,
 ) -> None:
-    """Queue copies between a device and host memory. Their order among each other is not defined. Adjacent copies are
-    merged.
+    """Queue copies between a device and host memory (``cuMemcpyBatchAsync``, ``cuMemcpyAsync`` or ``cuLaunchKernel``).
+    The order of the copies among each other is not defined. Adjacent copies are merged. Raises CudaError.
 
     Parameters
     ----------
@@ -154,8 +154,8 @@ class Kernel:
 
     def prepare(self, *, again: bool = False) -> None:
         """Load the kernel (``cuModuleLoadData``), and measure up to which size it is faster than single copies.
-        ``again``: measure even if this was done before. Errors of the driver are hidden: blocks are then copied one by
-        one.
+        ``again``: measure even if this was done before. Errors of the driver are hidden: without a kernel, blocks are
+        copied one by one. No effect while another thread is in this method.
 
         Called when a tier is made, not when blocks are copied, because the driver waits for the work of the device when
         it loads a kernel.
@@ -226,7 +226,7 @@ class Kernel:
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream) -> bool:
         """Queue the copies of blocks of ``nbytes`` bytes by launches of the kernel (``cuLaunchKernel``), which must be
-        loaded. Returns False without any copy if addresses or size are not multiples of 16 bytes.
+        loaded. Returns False without any copy if addresses or size are not multiples of 16 bytes. Raises CudaError.
         """
         session, raw, few = session_of(stream), stream.checked_raw(), COPY_MOST[COPY_KERNEL]
         blocks, function = [*self._functions.items()][0 if len(targets) <= few else -1]

@@ -77,8 +77,8 @@ class _Slots(Chunk):
 
 
 _End: TypeAlias = "Event | Future[None]"
-"""Object to wait for at the end of one part of a step: the event after its copies, or the future of its read or
-write.
+"""Object to wait for at the end of one part of a step: the event after the copies of this part, or the future of its
+read or write.
 """
 _Step: TypeAlias = "tuple[Bytes, Callable[[], _End], _End]"
 """A step of a transfer: its slot, a function that begins its second part, and the object to wait for at the end of the
@@ -349,13 +349,15 @@ class DiskTier(BlockTier):
         kernel_of(device).prepare()
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Create a file for buffers of ``sizes`` bytes, and return a ``Saved`` for each buffer. With ``name``, in
+        """Create a file for buffers of ``sizes`` bytes, and return a :class:`Saved` for each buffer. With ``name``, in
         a persistent tier, the file stays after the buffers have woken. ``stream`` is the stream of the copies.
 
         Raises
         ------
         ClosedError
             The tier was closed.
+        ValueError
+            ``stream`` belongs to another driver, or ``name`` is too long for the name of a file.
         OSError
             The file cannot be created, or the disk is full.
         """
@@ -365,16 +367,19 @@ class DiskTier(BlockTier):
 
     def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Saved]:
         """Open the complete file that an earlier :meth:`hold` made with ``name``, for buffers of the same ``sizes`` in
-        bytes. Returns a ``Saved`` with the bytes of each buffer.
+        bytes. Returns a :class:`Saved` with the bytes of each buffer.
 
         Raises
         ------
         DamagedBackupError
-            The file is damaged or truncated, is for buffers of other sizes, or can be opened by other users.
-        FileNotFoundError
-            There is no such file.
+            The file is damaged or truncated, has buffers or blocks of other sizes, or other users own it or can open
+            it.
+        OSError
+            There is no such file (FileNotFoundError), or the file cannot be opened or read.
         ClosedError
             The tier was closed.
+        ValueError
+            ``stream`` belongs to another driver, or ``name`` is too long for the name of a file.
         """
         self._check_for(stream)
         return self._held(DiskFile.open(self.folder / self._name(name), sizes, self.block))
@@ -416,7 +421,9 @@ class DiskTier(BlockTier):
             self.close()
 
     def close(self) -> None:
-        """Accept no more contents, and release the staging memory (``cuMemHostUnregister``). Idempotent."""
+        """Accept no more contents, release the staging memory (``cuMemHostUnregister``), and delete the files of pages
+        once their last contents are dropped. May block the host until the devices are idle. Idempotent.
+        """
         super().close()
         while self._idle:
             self._idle.pop().close()
@@ -427,8 +434,8 @@ class DiskTier(BlockTier):
 
 
 def tier_of(backup: MemoryPool | HostTier | DiskTier) -> PoolTier | HostTier | DiskTier:
-    """Return the tier for the argument ``backup``: ``backup`` itself, or for a pool in host memory a new tier over the
-    pool.
+    """Return the tier for the argument ``backup``: ``backup`` itself, or for a pool a new :class:`PoolTier`. Whether
+    the pool is in host memory is checked later, by :meth:`PoolTier.hold`.
 
     Raises
     ------

@@ -145,9 +145,9 @@ def padded(nbytes: int) -> int:
 
 
 class DiskFile:
-    """An open file with the bytes of buffers. :meth:`create` and :meth:`open` return it.
+    """An open file with the bytes of buffers or pages. :meth:`create` and :meth:`open` return it.
 
-    Blocks can be read and written by several threads at once. The descriptor is closed when the file is dropped.
+    Several threads can read and write blocks at once. The descriptor is closed when the file is dropped.
     """
 
     def __init__(self, fd: Fd, sizes: Sequence[int], block: int, path: Path | None, part: Path | None) -> None:
@@ -176,9 +176,10 @@ class DiskFile:
     @classmethod
     def create(cls, folder: Path, sizes: Sequence[int], block: int, name: str = "") -> DiskFile:
         """Create a file in ``folder`` for buffers of ``sizes`` bytes, in blocks of ``block`` bytes. Only this user can
-        open the file; without ``name``, no other process can. Raises OSError.
+        open the file. Raises OSError if the file cannot be created or the disk is full.
 
-        :meth:`seal` gives the file its name. Until then the file has a temporary name.
+        With ``name``, :meth:`seal` gives the file its name; until then the file has a temporary name. Without ``name``,
+        the file is deleted from the folder at once, and its disk space is freed when it is closed.
         """
         path = folder / name if name else None
         part = folder / f".{name or secrets.token_hex(8)}.part"
@@ -203,9 +204,10 @@ class DiskFile:
         Raises
         ------
         DamagedBackupError
-            The file is damaged or truncated, is for buffers of other sizes, or other users own it or can open it.
-        FileNotFoundError
-            There is no such file.
+            The file is damaged or truncated, has buffers or blocks of other sizes, or other users own it or can open
+            it.
+        OSError
+            There is no such file (FileNotFoundError), or the file cannot be opened or read.
         """
 
         def refuse(why: str) -> DamagedBackupError:
@@ -316,13 +318,16 @@ class DiskFile:
             done += _in_room(self._transfer, os.pwritev, data[done:], position + done)
 
     def read(self, blocks: Sequence[FileBlock], room: Bytes, names: Sequence[int | None]) -> None:
-        """Read adjacent ``blocks`` into the aligned memory ``room``, and verify their checksums.
+        """Read adjacent ``blocks`` into the aligned memory ``room``, and verify their checksums. ``names`` has the
+        index of each block for errors, or None.
 
         Raises
         ------
         DamagedBackupError
             A checksum differs, or the file was truncated. The error's ``block`` is the entry of ``names`` for the
             damaged block.
+        OSError
+            The file cannot be read.
         """
         start, last = blocks[0].position, blocks[-1]
         done, end = 0, padded(last.position - start + last.nbytes)
@@ -340,7 +345,7 @@ class DiskFile:
 
     def seal(self) -> None:
         """Complete a file that gets a name: write its header, flush the file to disk, and give it its name. An earlier
-        file of this name is replaced. Raises OSError.
+        file of this name is replaced. No effect for a file without a name. Raises OSError.
         """
         if self._path is None:
             return

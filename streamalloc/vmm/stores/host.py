@@ -46,8 +46,8 @@ _BLOCKS = PIECE // HUGE
 
 
 class MemoryChunk(Chunk):
-    """A chunk in memory. The memory is released after the chunk was dropped and the copies that use the memory are
-    done.
+    """A chunk in memory. The memory is released after the chunk was closed or dropped, and the copies that use the
+    memory are done.
     """
 
     _waits = True
@@ -116,7 +116,7 @@ class _HostContents(InMemory):
         copy_batch(*sides, self.nbytes, self._bases[chosen], stream, out=out, kernels=copies.kernels)
 
     def seal(self, stream: Stream) -> None:
-        """If the tier has checksums, wait for the copies and compute them."""
+        """If the tier has checksums, wait for ``stream``, and compute the checksum of each block."""
         if self._check and len(self):
             stream.synchronize()
             self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
@@ -275,7 +275,7 @@ class HostTier(BlockTier):
     Threads fill huge pages and register them (``cuMemHostRegister``), 128 MiB at a time, while copies to memory that is
     pinned already run. If the driver or a limit of the process prevents this, the memory comes from a pool in host
     memory or from ``cuMemHostAlloc``, and a warning is logged once. Thread-safe. Contents are kept until they are
-    swapped in or released, or the buffers wake or are closed, even after :meth:`close`.
+    swapped in or dropped, or the buffers wake or are closed, even after :meth:`close`.
 
     The driver waits for all work of the devices when it releases pinned memory (``cuMemHostUnregister``). So
     :meth:`trim` and :meth:`close` may block the host. The memory of a dropped tier is released later, once the devices
@@ -294,13 +294,13 @@ class HostTier(BlockTier):
     limit
         Largest number of bytes of host memory; None for no limit.
     check
-        Whether contents of pages get a checksum, which :meth:`PageSpace.swap_in` verifies. :meth:`PageSpace.swap_out`
-        then blocks the host until the copies are done.
+        Whether contents of pages and blocks get a checksum, which :meth:`PageSpace.swap_in` and :meth:`load` verify.
+        :meth:`PageSpace.swap_out` and :meth:`save` then block the host until the copies are done.
 
     Raises
     ------
-    TypeError
-        ``device`` is no :class:`Device`.
+    TypeError, ValueError
+        ``device`` is no :class:`Device`, or ``limit`` is not a size.
     """
 
     _call = "cuMemHostRegister"
@@ -331,7 +331,7 @@ class HostTier(BlockTier):
         """Futures of :meth:`prepare` that are not done."""
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Reserve room for buffers of ``sizes`` bytes, and return a ``Saved`` for each buffer. Threads begin to
+        """Reserve room for buffers of ``sizes`` bytes, and return a :class:`Saved` for each buffer. Threads begin to
         pin the memory that is missing (``cuMemHostRegister``). ``name`` has no effect.
 
         Raises
@@ -354,10 +354,10 @@ class HostTier(BlockTier):
         return [Saved(stored, range(first, last)) for first, last in itertools.pairwise(ends)]
 
     def calibrate(self) -> None:
-        """Measure again up to which block size a kernel is faster than single copies.
+        """Measure again up to which block size a kernel is faster than single copies. Blocks the host.
 
-        The first tier of a device measures this for all tiers of the process, in less than 0.1 s. Call this method
-        while the device is idle if the device was busy then.
+        The first tier of a device measures this for all tiers of the process, in less than 0.1 s. If the device was
+        busy then, call this method while the device is idle. Errors of the driver are not raised.
         """
         kernel_of(self.device).prepare(again=True)
 
@@ -378,16 +378,17 @@ class HostTier(BlockTier):
         -------
         concurrent.futures.Future
             A future whose result is the number of bytes of free pinned memory, once all memory is pinned. With
-            ``background`` the future has the errors below.
+            ``background`` the future has the errors OutOfMemoryError, CudaError and ClosedError; the call does not
+            raise them.
 
         Raises
         ------
         TypeError, ValueError
             ``nbytes`` is not a size, or ``most_cores`` is not a number.
-        OutOfMemoryError
-            There is not enough host memory, or the tier's limit would be exceeded.
+        OutOfMemoryError, CudaError
+            There is not enough host memory, the tier's limit would be exceeded, or the driver refused a call.
         ClosedError
-            The tier was closed.
+            The tier was closed, also by another thread during the call.
         """
         count, threads = blocks_of(checked_size("nbytes", nbytes)), checked_number("most_cores", most_cores or cores())
         future: Future[int] = Future()
@@ -545,8 +546,8 @@ _tiers = PerDriver[weakref.WeakValueDictionary[int, HostTier]](lambda _: weakref
 
 
 def shared_tier(device: Device) -> HostTier:
-    """Return the tier that all groups with devices on one NUMA node share. It is released once no group refers to it
-    and no buffer has bytes in it.
+    """Return the tier that all groups with devices on one NUMA node share; make the tier if there is none. The tier is
+    released once no group refers to it and it has no bytes of a buffer.
     """
     tiers, node = _tiers(session_of(device)), device.supports.host_numa_id or 0
     found = tiers.get(node)
@@ -566,8 +567,8 @@ _ALIGNMENT = 512  # Alignment of buffers in a piece, in bytes: that of a pool.
 
 
 class _Piece(MemoryChunk):
-    """One allocation of a pool with the bytes of buffers; or memory that the caller of an eviction gave, which is not
-    freed.
+    """One allocation of a pool with the bytes of buffers, or memory that the caller of an eviction gave. Memory of the
+    caller is not freed.
     """
 
     _waits = False
@@ -580,8 +581,8 @@ class _Piece(MemoryChunk):
 
 
 def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
-    """Return a backup in ``memory``, which the caller owns. The object is kept alive until the copies are done; its
-    memory is never freed.
+    """Return a backup in ``memory``, an object of the caller. The backup keeps this object alive until the copies are
+    done, and does not free its memory.
     """
     stored = _BufferBytes(Tier())
     piece = _Piece(session, memory.nbytes, 1, memory, [memory].clear)
@@ -603,7 +604,7 @@ class PoolTier(Tier):
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
         """Allocate memory for buffers of ``sizes`` bytes on ``stream`` (``cuMemAllocFromPoolAsync``), and return a
-        ``Saved`` for each buffer. ``name`` has no effect.
+        :class:`Saved` for each buffer. ``name`` has no effect.
 
         Raises
         ------
@@ -611,6 +612,8 @@ class PoolTier(Tier):
             The pool is of another driver or not in host memory, or the stream's device has no access to it.
         OutOfMemoryError
             There is not enough host memory.
+        ClosedError
+            The pool was closed.
         """
         self._check(stream)
         stored, saved, bounds, end = _BufferBytes(self), [], list[tuple[int, int]](), 0

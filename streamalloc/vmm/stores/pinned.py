@@ -59,8 +59,8 @@ def cores() -> int:
 
 
 def available_memory() -> int:
-    """Return the number of bytes of host memory that this process can still use: the lower of the kernel's estimate and
-    the limit of the control group. The kernel kills processes that use more.
+    """Return the number of bytes of host memory that this process can still use: the lower of the kernel's estimate
+    (``MemAvailable``) and what the limit of the control group leaves. The kernel may kill a process that uses more.
     """
     found = re.search(r"^MemAvailable: *(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
     left = int(found[1]) << 10 if found else 1 << 62
@@ -80,13 +80,13 @@ def _text(path: str) -> str:
 
 
 def reserve(nbytes: int, node: int | None = None) -> Bytes:
-    """Return ``nbytes`` bytes of host memory that reads as zeros. Its pages are allocated later, by :func:`fill`. They
-    are huge pages of the NUMA node ``node`` if possible.
+    """Return ``nbytes`` bytes of host memory that reads as zeros (``mmap``). :func:`fill` allocates its pages later.
+    The pages are huge pages of the NUMA node ``node`` if possible.
 
     Raises
     ------
     OutOfMemoryError
-        There is not enough memory, or the process may not use so much.
+        There is not enough memory, or the process may not have so many addresses.
     """
     left = available_memory()
     if left < nbytes + _SPARE:
@@ -107,8 +107,8 @@ def reserve(nbytes: int, node: int | None = None) -> Bytes:
 
 
 def fill(memory: Bytes, run: Run = map) -> Bytes:
-    """Have the kernel allocate all pages of host memory now, in parts that ``run`` may give to several threads. Returns
-    the memory.
+    """Have the kernel allocate all pages of host memory now (``MADV_POPULATE_WRITE``), in parts that ``run`` may give
+    to several threads. Before Linux 5.14 nothing is done. Returns the memory.
 
     Raises
     ------
@@ -295,12 +295,14 @@ def _array(address: int, nbytes: int, owner: object) -> tuple[Bytes, Release]:
 
 
 class AfterCopies(Deferred):
-    """Queue item that releases host memory, after :meth:`end` or the end of its owner, and after the copies that use
-    the memory.
+    """Queue item that releases host memory, once its owner was dropped or :meth:`end` was called, and the copies that
+    use the memory are done.
     """
 
     def __init__(self, session: Session, owner: object, release: Callable[[], object], *, waits: bool) -> None:
-        """``waits``: whether ``release`` waits for all work of the devices, as ``cuMemHostUnregister`` does."""
+        """Have the item submitted when ``owner`` is dropped. ``release`` is the function that releases the memory.
+        ``waits``: whether this function waits for all work of the devices, as ``cuMemHostUnregister`` does.
+        """
         self._session = session
         self._queue = deferred_queue(session)
         self._release = release
@@ -317,7 +319,7 @@ class AfterCopies(Deferred):
             self._forget_completed()
 
     def end(self) -> None:
-        """Release the memory if the copies are done, and wait for the devices if the release does. Otherwise the queue
+        """Release the memory if the copies are done; this may wait for all work of the devices. Otherwise the queue
         releases the memory later. Idempotent. Raises CudaError.
         """
         self._may_wait = True
@@ -345,7 +347,7 @@ class AfterCopies(Deferred):
 class HostMemory:
     """Host memory in slots of equal size, pinned (see :class:`Pinning`) or pageable.
 
-    The memory is released after the object was closed or dropped, and after the copies that use it.
+    The memory is released once the object was closed or dropped, and the copies that use the memory are done.
     """
 
     def __init__(self, device: Device, nbytes: int, slot: int, run: Run = map, *, pinned: bool = True) -> None:
@@ -367,7 +369,7 @@ class HostMemory:
 
 def host_segments(device: Device, sizes: Sequence[int], *, pinned: bool) -> list[HostMemory]:
     """Return a list of zeroed host memories of ``sizes`` bytes, each with one slot. The memory is pinned for ``device``
-    if ``pinned``, otherwise pageable. Raises OutOfMemoryError.
+    if ``pinned``, otherwise pageable. Raises OutOfMemoryError, CudaError.
 
     Several threads fill the pages, because a copy to pages that do not exist yet takes ten times as long.
     """
