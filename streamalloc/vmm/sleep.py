@@ -79,8 +79,8 @@ T = TypeVar("T")
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""
 Reserve: TypeAlias = "Callable[[str, Sequence[VirtualBuffer]], Iterable[Saved | None]]"
-"""Function that reserves memory or disk space in a tier for the buffers of a tag. It returns a backup for each buffer;
-no backup if the bytes are not kept.
+"""Function that reserves memory or disk space in a tier for the buffers of a tag. The function returns a backup for
+each buffer, in the same order; an empty iterable if the bytes are not kept.
 """
 _LONGEST_REASON = 2000
 """Largest length in bytes of an error text that is sent to the other ranks; longer texts are cut."""
@@ -215,7 +215,7 @@ class Ranks(Protocol):
 
 
 class RankRefusedError(RuntimeError):
-    """Another rank could not sleep or wake, so no rank did.
+    """Another rank could not sleep or wake, or made another call, so no rank did.
 
     :meth:`SleepGroup.sleep` and :meth:`SleepGroup.wake` raise it with ``ranks=``.
 
@@ -224,7 +224,7 @@ class RankRefusedError(RuntimeError):
     rank
         The rank that failed; the lowest if several failed.
     reason
-        The text of that rank's error.
+        The text of that rank's error, or a text with the name of its other call.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -320,12 +320,14 @@ class _Members(Closes, Claimable):
 
         Raises
         ------
-        OutOfMemoryError
-            There is not enough memory.
+        OutOfMemoryError, AddressSpaceError
+            There is not enough memory, or the process has no addresses left.
         ClosedError
-            The group was closed.
+            The group or ``stream`` was closed.
         TypeError, ValueError
             ``nbytes`` is not a size, ``stream`` is not a stream of the driver, or ``tag`` is no text.
+        NotSupportedError, NotPermittedError
+            The device or this user cannot share memory by the group's handle types.
         """
         self._check_open()
         size, tag = checked_size("nbytes", nbytes), checked_type("tag", tag, str)
@@ -361,7 +363,8 @@ class _Members(Closes, Claimable):
         EvictedError
             The buffer is in the group and asleep: wake it first.
         InUseError
-            The buffer is in the group and frozen: thaw it first.
+            The buffer is in the group and frozen: thaw it first. Or a signal handler or a hook called this method
+            during another call.
         TypeError
             ``buffer`` is no virtual buffer.
         """
@@ -441,8 +444,8 @@ class _Members(Closes, Claimable):
 
         Raises
         ------
-        ClosedError
-            The group was closed.
+        ClosedError, CudaError
+            The group was closed, or the driver refused a reading.
         """
         before = self.resident().others
 
@@ -526,16 +529,18 @@ class _Backups(_Members):
         -------
         concurrent.futures.Future
             A future whose result is the number of bytes of pinned memory that is free, once all memory is pinned. With
-            ``background`` its error may be ``OutOfMemoryError``; the sleep then tries again.
+            ``background`` the future has the errors OutOfMemoryError, CudaError, and ClosedError of the backup. After
+            the first two, the sleep tries again.
 
         Raises
         ------
         TypeError, ValueError
             :attr:`backup` is no :class:`HostTier`, or a number is not allowed.
-        OutOfMemoryError
-            There is not enough host memory.
+        OutOfMemoryError, CudaError
+            There is not enough host memory, the limit of :attr:`backup` would be exceeded, or the driver refused a
+            call.
         ClosedError
-            The group was closed.
+            The group or :attr:`backup` was closed.
         """
         tier = self.backup
         if not isinstance(tier, HostTier):
@@ -552,8 +557,8 @@ class _Backups(_Members):
         buffer raise :class:`CudaError`. A kernel that writes to it fails with ``CUDA_ERROR_ILLEGAL_ADDRESS``, and the
         context is then lost. Frozen buffers use memory of :attr:`backup` also while they are awake.
 
-        Buffers that are frozen already are skipped. A sleeping buffer keeps its backup when it wakes. Buffers that get
-        the tag later are not frozen. ::
+        Buffers that are frozen already are skipped. A sleeping buffer is frozen without a copy: it keeps its backup
+        when it wakes. Buffers that get the tag later are not frozen. ::
 
             group.freeze("weights")
             group.sleep()    # unmaps, without a copy
@@ -573,10 +578,13 @@ class _Backups(_Members):
         Raises
         ------
         ValueError
-            The bytes of a sleeping buffer were not kept.
+            The bytes of a sleeping buffer were not kept. Or :attr:`backup`, ``stream`` or ``after`` is not allowed, as
+            for :meth:`sleep`.
         OutOfMemoryError, OSError
             There is not enough host memory or disk space for the bytes.
-        KeyError, TypeError, ClosedError, InUseError, CaptureError, CudaError
+        InUseError
+            A signal handler or a hook called this method during another call.
+        KeyError, TypeError, ClosedError, CaptureError, CudaError
             As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
 
@@ -621,10 +629,14 @@ class _Backups(_Members):
 
         Raises
         ------
-        KeyError
-            No buffer has such a tag.
-        ClosedError, InUseError, CudaError
-            As for :meth:`sleep`. After any of these errors every buffer is unchanged.
+        KeyError, TypeError
+            No buffer has such a tag, or a tag is no text.
+        ClosedError
+            The group was closed.
+        InUseError
+            A signal handler or a hook called this method during another call.
+        CudaError
+            The driver refused a call. After any of these errors every buffer is unchanged.
         """
 
         def act(claim: Claim) -> None:
@@ -656,6 +668,8 @@ class _Backups(_Members):
             The stored bytes are damaged, or a file cannot be read.
         ClosedError
             The group or the buffer was closed.
+        InUseError
+            A signal handler or a hook called this method during another call.
         """
         self._alone(lambda _: self._backup_of(buffer).read(*_checked_bytes(buffer, target, offset)), buffer)
 
@@ -685,8 +699,10 @@ class _Backups(_Members):
             The buffer is frozen, or a signal handler or a hook called this method during another call.
         OutOfMemoryError, OSError
             There is not enough host memory or disk space to store the bytes.
+        DamagedBackupError
+            A block of a file is replaced in part, and its other bytes are damaged.
         ClosedError
-            The group or the buffer was closed.
+            The group, the buffer, or :attr:`backup` for bytes that were not kept, was closed.
         """
 
         def act(_: Claim) -> None:
@@ -769,7 +785,7 @@ class SleepGroup(_Backups):
         """Functions that :meth:`after_wake` added, each with its undo function or None."""
 
     def tagged(self, tag: str) -> Tagged:
-        """Return an allocator whose buffers belong to the group and get this tag, for
+        """Return an allocator whose buffers belong to the group and get the tag ``tag``, for
         ``streamalloc.interop.torch.use``.
         """
         return Tagged(self, tag)
@@ -787,13 +803,14 @@ class SleepGroup(_Backups):
     ) -> int:
         """Evict all buffers, or the buffers with these tags. Returns the number of bytes of device memory released.
 
-        The host waits until the bytes to keep are stored. Sleeping buffers are skipped. Frozen buffers have their
-        backup already, so ``keep`` and ``backup`` have no effect on them.
+        The host waits until the bytes to keep are stored. A buffer is unmapped after its own copy, while the copies of
+        later buffers run. Sleeping buffers are skipped. Frozen buffers have their backup already, so ``keep`` and
+        ``backup`` have no effect on them.
 
         Parameters
         ----------
         tags
-            Tags of the buffers; without a tag, all buffers. A buffer whose bytes are kept is unmapped after the copy.
+            Tags of the buffers, which are copied in this order; without a tag, all buffers.
         keep
             True to keep the bytes, False to discard them, or the tag or tags of the buffers whose bytes are kept.
         shared
@@ -823,14 +840,14 @@ class SleepGroup(_Backups):
         OSError
             A file cannot be written.
         KeyError
-            No buffer has such a tag.
+            No buffer has a tag of ``tags`` or ``keep``.
         ClosedError
-            The group or ``stream`` was closed.
+            The group, the backup, ``stream``, or an event or stream of ``after`` was closed.
         CaptureError
             ``stream``, or a stream of ``after``, is being captured.
         TypeError, ValueError
-            ``backup`` cannot store the bytes, as for :meth:`VirtualBuffer.evict`. Or ``stream`` is not a stream of this
-            driver.
+            ``backup`` cannot store the bytes, as for :meth:`VirtualBuffer.evict`. Or a tag is no text, or ``stream`` or
+            ``after`` is no stream or event of the driver.
         RankRefusedError
             Another rank cannot sleep.
         CudaError
@@ -933,12 +950,15 @@ class SleepGroup(_Backups):
         Raises
         ------
         DamagedBackupError
-            The file of a tag is damaged or truncated, is for buffers of other sizes, or can be opened by other users.
-        FileNotFoundError
-            There is no file for a tag.
-        TypeError
-            The backup is no :class:`DiskTier`.
-        InUseError, KeyError, ClosedError, CaptureError, CudaError
+            The file of a tag is damaged or truncated, has buffers or blocks of other sizes, or other users own it or
+            can open it.
+        OSError
+            There is no file for a tag (FileNotFoundError), or a file cannot be read.
+        TypeError, ValueError
+            The backup is no :class:`DiskTier`, or another argument is not allowed, as for :meth:`sleep`.
+        InUseError
+            A buffer is frozen, or as for :meth:`sleep`.
+        KeyError, ClosedError, CaptureError, CudaError
             As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
 
@@ -988,7 +1008,7 @@ class SleepGroup(_Backups):
         CaptureError
             ``stream`` is being captured.
         TypeError, ValueError
-            ``stream`` is not a stream of this driver.
+            ``stream`` is not a stream of this driver, or a tag is no text.
         InUseError
             A signal handler or a hook called this method during another call.
         RankRefusedError
@@ -1052,8 +1072,15 @@ class SleepGroup(_Backups):
     def close(self) -> None:
         """Remove all buffers from the group. The buffers stay as they are, but frozen buffers are thawed. Idempotent.
 
-        A sleeping buffer keeps its stored bytes until it is closed; :meth:`VirtualBuffer.restore` restores it. The
+        A sleeping buffer keeps its stored bytes until it is restored (:meth:`VirtualBuffer.restore`) or closed. The
         default backup releases its memory once the last group that shares it is closed and no buffer has bytes there.
+
+        Raises
+        ------
+        InUseError
+            A signal handler or a hook called this method during another call.
+        CudaError
+            The driver refused to thaw a buffer. The group stays open.
         """
         _thaw(self.buffers)
         self.closed = True
