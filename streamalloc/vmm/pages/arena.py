@@ -75,7 +75,7 @@ class PageArena(Closes):
     ------
     TypeError, ValueError
         ``device`` is no Device, ``budget`` is no PageBudget, ``page_size`` is zero or not a multiple of the
-        granularity, or ``patience`` is negative.
+        granularity, ``limit`` is not a size, or ``patience`` is negative.
     ClosedError
         The budget was closed.
     """
@@ -138,20 +138,22 @@ class PageArena(Closes):
             The process has no free range of addresses of this size.
         OutOfMemoryError
             There is not enough memory for the page of zeros.
-        ClosedError
-            The arena or the stream was closed.
+        ClosedError, CudaError
+            The arena or ``stream`` was closed, or the driver refused a call.
         """
         self._check_open()
         return PageSpace(self, self._physical, nbytes, stream)
 
     def prepare(self, count: int) -> Future[int]:
-        """Create physical pages on a background thread until ``count`` pages are unused, which are spare or kept
-        (``cuMemCreate``).
+        """Create physical pages on a background thread (``cuMemCreate``), until ``count`` pages are unused: spare or
+        kept (:class:`ArenaStatistics`).
 
         Returns
         -------
         concurrent.futures.Future
-            A future whose result is the number of spare and kept pages. Errors as for :meth:`PageSpace.commit`.
+            A future whose result is the number of spare and kept pages. It has the error OutOfMemoryError if the device
+            has not enough memory, or the limit of the arena or of its budget is reached; otherwise CudaError if the
+            driver refuses.
 
         Raises
         ------
@@ -179,6 +181,8 @@ class PageArena(Closes):
         ------
         TypeError, ValueError
             ``keep`` is not an integer from 0 on.
+        InUseError
+            A signal handler called this method during another call on its thread.
         CudaError
             The driver refused to release a page. The other pages were released; the deferred queue tries again with
             this page.
@@ -202,6 +206,8 @@ class PageArena(Closes):
 
         Raises
         ------
+        InUseError
+            A signal handler called this method during another call on its thread. Unused pages stay until :meth:`trim`.
         CudaError
             The driver refused to release a page. The deferred queue tries again later.
         """
@@ -217,8 +223,8 @@ class PageArena(Closes):
 
 
 class PageTable(Closes):
-    """A page table in memory of the device's current pool. Its entry for a page of a space is the number of the
-    physical page, or -1 if the page is not committed.
+    """A page table in device memory. The entry for a page of a space is the number of the physical page, or -1 if the
+    page is not committed. The memory comes from the device's current pool (:meth:`MemoryPool.current`).
 
     :meth:`update` changes the table in stream order: earlier kernels read the old entries, later kernels the new. ::
 
@@ -267,7 +273,7 @@ class PageTable(Closes):
 
     @property
     def entries(self) -> TypedView[Any]:
-        """The table in device memory as an array with one element for each page of the space.
+        """The table in device memory, as a one-dimensional array with one element for each page of the space.
 
         Raises
         ------
@@ -288,7 +294,9 @@ class PageTable(Closes):
         Raises
         ------
         ClosedError
-            The table or the space was closed.
+            The table, the space or the table's stream was closed.
+        CudaError
+            The driver refused the copy.
         """
         with self._lock:
             entries = self.entries

@@ -84,16 +84,16 @@ class PageBudget(Closes):
         Largest number of bytes of all pages of all processes together; None uses the limit in the file.
     on_ask
         Function that a thread of the budget calls with the number of bytes of used pages that this process should
-        release. If the function releases less, the other processes may repeat their request. If it raises, a warning
-        is given, and the request is tried again after a second. None: this process releases only unused pages.
+        release. If the function releases less, the other processes may repeat their request. If it raises, a warning is
+        issued, and the function is called again after a second. None: this process releases only unused pages.
 
     Raises
     ------
     TypeError, ValueError
-        ``limit`` is not a size, or the file is missing and no limit was given. Or the file has another limit, is no
-        budget, or has 256 members already.
+        ``limit`` is not a size, or no limit was given and the file is missing or empty. Or the file has another limit,
+        is no budget, or has 256 members already.
     OSError
-        The file cannot be opened. PermissionError: the file belongs to another user.
+        The file cannot be opened, or belongs to another user (PermissionError).
     """
 
     limit: int
@@ -191,8 +191,8 @@ class PageBudget(Closes):
 
     @property
     def used(self) -> int:
-        """Bytes of the pages of all processes, as the file has them. Raises ClosedError, and ValueError if the file was
-        truncated.
+        """Bytes of the pages of all processes, as the file has them. Records of dead processes are cleared first.
+        Raises ClosedError, OSError, and ValueError if the file was truncated.
         """
         return self._in_table(lambda: sum(one.used for one in self._members().values()))
 
@@ -202,8 +202,8 @@ class PageBudget(Closes):
         return sum(user.claimed for user in members(self._users))
 
     def join(self, user: object) -> None:
-        """Count the pages of ``user``, the physical pages of an arena, from now on. The first call starts the thread
-        that reads requests. Raises ClosedError.
+        """Count the pages of ``user``, the :class:`~streamalloc.vmm.pages.places.PhysicalPages` of an arena, from now
+        on. The first call starts the thread that reads requests of other processes. Raises ClosedError.
         """
         self._check_open()
         with self._lock:
@@ -216,8 +216,8 @@ class PageBudget(Closes):
         would exceed the limit, write nothing, request pages from the other processes, and return False.
 
         ``asking`` is the ``PhysicalPages`` that needs the bytes. If the limit has no room, the unused pages of this
-        process's other arenas are released first, and the number is written if there is room then. With None, nothing
-        is released. Raises ClosedError.
+        process's other arenas are released, and the call tries once more. With None, nothing is released. Raises
+        ClosedError, OSError, and ValueError if the file was truncated.
         """
 
         def publish() -> bool:
@@ -256,6 +256,8 @@ class PageBudget(Closes):
             The budget was closed.
         TypeError, ValueError
             ``nbytes`` is not a size, or the file was truncated.
+        OSError
+            The file cannot be read or written.
         """
         needed = checked_size("nbytes", nbytes)
         until = time.monotonic() + timeout
@@ -293,8 +295,8 @@ class PageBudget(Closes):
 
     def answer(self) -> int:
         """Release the bytes that other processes requested: unused pages first, then pages that ``on_ask`` releases.
-        Returns the number of bytes released. The budget's thread calls this method. Raises ClosedError, and the
-        exceptions of ``on_ask``.
+        Returns the number of bytes released. The budget's thread calls this method. Raises ClosedError, OSError,
+        CudaError, and the exceptions of ``on_ask``.
         """
         wanted, asked = self._requests()
         if not (wanted or asked):
@@ -331,6 +333,8 @@ class PageBudget(Closes):
         ------
         ValueError
             Arenas that use this object have pages: close these arenas and their spaces first.
+        OSError
+            The file cannot be written. The budget stays open.
         """
         with self._lock:
             if self.closed:

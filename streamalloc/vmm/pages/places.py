@@ -87,7 +87,9 @@ _STEP = 5e-5
 
 
 class Page(HandleEnd):
-    """One physical page. Only this object has the driver's handle, which its finaliser releases (``cuMemRelease``)."""
+    """One physical page, and the only owner of its driver handle. If the page is dropped, the deferred queue releases
+    the handle (``cuMemRelease``).
+    """
 
     __slots__ = ("number", "users", "watched_at")
 
@@ -96,7 +98,9 @@ class Page(HandleEnd):
         self.number: int = number
         """Number of the page in its arena; unique while the page exists."""
         self.users: int = 1
-        """Number of places that hold the page. Read and changed under :attr:`PhysicalPages.lock`."""
+        """Number of places and calls that hold the page; for the page of zeros, the number of spaces and one for the
+        open arena. Read and changed under :attr:`PhysicalPages.lock`.
+        """
         self.watched_at: int = 0
         """Address at which watchers count the page; 0 if no watcher counts it."""
 
@@ -162,7 +166,8 @@ class Places(MappedBytes):
 
     def claim(self, places: Sequence[int]) -> tuple[list[int], dict[int, Page]]:
         """Return a list of those ``places`` that already hold an unshared page, and a dict with a new page for each of
-        the other places. Raises OutOfMemoryError, ClosedError.
+        the other places. First notify the watchers, whose errors propagate. Raises OutOfMemoryError, CudaError, and
+        ClosedError if a page is needed and the arena was closed.
 
         Call this only within :meth:`locked`, with places that are not committed.
         """
@@ -348,7 +353,7 @@ class Places(MappedBytes):
 
     def clear(self, places: Collection[int], stream: Stream) -> None:
         """Queue zeros for ``places`` on ``stream``, by one call for each run of adjacent places (``cuMemsetD8Async``).
-        Raises CudaError.
+        Raises ClosedError if the stream was closed, CudaError.
         """
         size, session, raw = self.physical.nbytes, self.physical.session, stream.checked_raw()
         with stream.device.current():
@@ -360,8 +365,8 @@ class Places(MappedBytes):
         return {parking for place in places if (parking := self.parked.get(place)) is not None}
 
     def release(self) -> None:
-        """Unmap all places of a dropped space (``cuMemUnmap``). If another thread is changing mappings, or work still
-        uses a parked place, do nothing: the deferred queue then tries again.
+        """Unmap all places of a dropped space (``cuMemUnmap``). If another call is changing mappings, or work still
+        uses a parked place, do nothing: the deferred queue then tries again. Raises CudaError.
         """
 
         def unmap() -> None:
@@ -435,14 +440,14 @@ class Parking(Deferred):
         """
 
     def attempt(self) -> bool:
-        """Call :meth:`finish`, unless another call is changing mappings: then return False, and the deferred queue
-        tries again.
+        """Call :meth:`finish`, and return its result. If another call is changing mappings, return False, so that the
+        deferred queue tries again. Raises CudaError.
         """
         return self._owner.physical.try_changing(self.finish, otherwise=False)
 
     def finish(self) -> bool:
-        """Keep the pages that are cleared and unmap the other pages. If the work is not done, do nothing and return
-        False. Raises CudaError.
+        """Keep the pages that are cleared, unmap the other pages, and return True. If the work is not done, do nothing
+        and return False. Raises CudaError.
 
         Call this only within :meth:`Places.locked`.
         """
@@ -595,8 +600,8 @@ class PhysicalPages(Claimable):
         ------
         ClosedError
             The arena was closed.
-        OutOfMemoryError
-            The device has no memory for the page.
+        OutOfMemoryError, CudaError
+            The device has no memory for the page, or the driver refused a call.
         """
         self._check_open()
         self.add_users([self.zero])
@@ -630,7 +635,7 @@ class PhysicalPages(Claimable):
         return sum(len(places.parked) for places in members(self.spaces))
 
     def notify_watchers(self) -> None:
-        """Notify watchers of newly committed pages. Call this without locks: watchers may call any function."""
+        """Notify watchers of newly committed pages. Call this without locks: watchers may call any function, and raise."""
         while self.newly_watched:
             try:
                 at, _ = self.newly_watched.popitem()
@@ -640,7 +645,7 @@ class PhysicalPages(Claimable):
                 watcher.mapped(at, self)
 
     def give(self, nbytes: int) -> int:
-        """Release unused pages of up to ``nbytes`` bytes, rounded up to whole pages. Returns the bytes released."""
+        """Release unused pages of up to ``nbytes`` bytes, rounded up. Returns the bytes released. Raises CudaError."""
         return self.trim(max(self.available - -(-nbytes // self.nbytes), 0)) * self.nbytes
 
     def idle_stream(self) -> Stream | None:
@@ -921,8 +926,8 @@ class PhysicalPages(Claimable):
 
 
 def fill(physical: PhysicalPages, count: int) -> int:
-    """Create pages until ``count`` pages are spare or kept (``cuMemCreate``). Returns the number of spare and kept
-    pages. Raises OutOfMemoryError.
+    """Create pages until ``count`` pages are spare or kept (``cuMemCreate``), or the arena is closed. Returns the
+    number of spare and kept pages. Raises OutOfMemoryError, CudaError.
     """
 
     def create() -> None:
@@ -950,8 +955,9 @@ def mapped_apart(physical: PhysicalPages, pages: Sequence[Page], stream: Stream)
     """Return a context manager that maps ``pages`` side by side in a new address range (``cuMemMap``). ``with`` gives
     the first address.
 
-    At the end of the block the host waits for ``stream``; after an error in the block, for the device. If this wait
-    fails, the pages stay mapped there, because queued work may use them.
+    At the end of the block the host waits for ``stream``, then unmaps the pages and frees the addresses. After an error
+    in the block, the host waits for the device. If this wait fails, the pages stay mapped there, because queued work
+    may use the pages. Raises AddressSpaceError, CudaError.
     """
     size, session = physical.nbytes, physical.session
     addresses = AddressRange(len(pages) * size, driver=session.driver)

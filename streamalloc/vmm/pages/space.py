@@ -72,7 +72,8 @@ class SpaceMemory(OwnsRange):
         ``after``, and for the work of parked pages. Idempotent.
 
         ``after`` is one or several events or streams whose work may use the pages; default: all work of the device.
-        Raises CaptureError if one of these streams is being captured.
+        Raises InUseError if a signal handler called this method during another call on its thread, CudaError if the
+        driver refuses, and the errors that :class:`AddressRange` names for ``after``.
         """
         if self.range.closed:
             return
@@ -89,7 +90,7 @@ class SpaceMemory(OwnsRange):
 
     @property
     def committed(self) -> npt.NDArray[np.int64]:
-        """Array of the indices of the committed pages, in ascending order. Raises ClosedError."""
+        """Array of the indices of the committed pages, in ascending order. Raises ClosedError if the space was closed."""
         found: npt.NDArray[np.int64] = np.flatnonzero(self.numbers >= 0)
         return found
 
@@ -98,7 +99,8 @@ class SpaceMemory(OwnsRange):
         """A copy of the page table as an array: the number of each page's physical page, or -1 if the page is not
         committed.
 
-        Pages that share memory have the same number. Numbers begin at 0 and are reused. Raises ClosedError.
+        Pages that share memory have the same number. Numbers begin at 0 in each arena and are reused. Raises
+        ClosedError if the space was closed.
         """
         self._check_open()
         with self._physical.lock:
@@ -112,8 +114,8 @@ class SpaceMemory(OwnsRange):
 
     @property
     def kept(self) -> npt.NDArray[np.int64]:
-        """Array of the indices of released and cleared pages that still have memory, in ascending order. Their commit
-        needs no driver call. Raises ClosedError.
+        """Array of the indices of released and cleared pages that still have memory, in ascending order. A commit of
+        these pages needs no driver call. Raises ClosedError if the space was closed.
         """
         self._check_open()
         with self._physical.lock:
@@ -121,8 +123,9 @@ class SpaceMemory(OwnsRange):
         return np.array(sorted(mine), np.int64)
 
     def shared(self, pages: Pages) -> npt.NDArray[np.bool_]:
-        """Return an array of bool with one element for each of ``pages``: whether another page shares its memory. A
-        page without memory has False. Raises TypeError, ValueError, ClosedError.
+        """Return an array of bool with one element for each of ``pages``: whether another page shares the page's
+        memory. A page without memory has False. Raises TypeError or ValueError for something that is no index of a
+        page, and ClosedError if the space was closed.
         """
         self._check_open()
         chosen = self._chosen(pages)
@@ -147,7 +150,7 @@ class SpaceMemory(OwnsRange):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device has access to the space."""
+        """Whether the device of :attr:`stream` has access to the space."""
         return self.stream.device.ordinal == self.device.ordinal
 
     @property
@@ -301,10 +304,14 @@ class SwapSpace(SpaceMemory):
         OutOfMemoryError, OSError
             The tier is full, or a file cannot be written. No page is changed.
         TypeError, ValueError
-            ``tier`` is no tier of this device, ``pages`` has something that is no index of a page, or ``stream`` is not
-            a stream of this driver.
-        InUseError, ClosedError, CudaError
-            As for :meth:`commit`, or the stream was closed. No page is changed.
+            ``tier`` is no tier of this device, ``pages`` has something that is no index of a page, or ``stream`` or
+            ``after`` is no stream or event of this driver.
+        InUseError
+            A signal handler called this method during another call on its thread.
+        ClosedError
+            The space, the tier, ``stream``, or an event or stream of ``after`` was closed. No page is changed.
+        CudaError
+            The driver refused a call. No page is changed.
         CaptureError
             ``stream``, or a stream of ``after``, is being captured.
         """
@@ -378,7 +385,8 @@ class SwapSpace(SpaceMemory):
     def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Commit swapped-out pages, and copy their contents back. Returns the number of pages moved.
 
-        The copies are stream-ordered: use the pages on ``stream`` or after it. The host waits for reads from disk.
+        The copies are stream-ordered: use the pages on ``stream`` or after its work. The host waits for reads from
+        disk. The tier may be closed.
 
         Parameters
         ----------
@@ -530,9 +538,11 @@ class PageSpace(SwapSpace):
         CaptureError
             A stream of ``after`` is being captured.
         ClosedError
-            The space or the arena was closed.
+            The space, or an event or stream of ``after``, was closed. Or the arena was closed, and a page has no
+            memory.
         TypeError, ValueError
-            ``pages`` has something that is no index of a page.
+            ``pages`` has something that is no index of a page, or ``after`` something else than events and streams of
+            this driver.
         CudaError
             The driver refused a call. In all these cases no page is changed.
         """
@@ -597,8 +607,8 @@ class PageSpace(SwapSpace):
         Returns
         -------
         concurrent.futures.Future
-            A future whose result is the number of pages that got memory. Errors as for :meth:`commit`, but some pages
-            may have got memory before an error.
+            A future whose result is the number of pages that got memory. The future has the errors OutOfMemoryError,
+            ClosedError or CudaError as for :meth:`commit`, but some pages may have got memory before the error.
 
         Raises
         ------
@@ -659,7 +669,9 @@ class PageSpace(SwapSpace):
         ------
         CaptureError
             A stream of ``after`` is being captured.
-        InUseError, ClosedError, CudaError, TypeError, ValueError
+        ClosedError
+            The space, or an event or stream of ``after``, was closed.
+        InUseError, CudaError, TypeError, ValueError
             As for :meth:`commit`. No page is changed.
         """
         chosen = self._unique(pages)
@@ -709,9 +721,11 @@ class PageSpace(SwapSpace):
         Raises
         ------
         ValueError
-            A page is committed with other memory, a page of ``of`` is not committed, or the numbers of pages or the
-            arenas differ.
-        EvictedError, InUseError, CaptureError, ClosedError, CudaError, TypeError
+            A page is committed with other memory, a page of ``of`` is not committed, a page is named twice in
+            ``pages``, or the numbers of pages or the arenas differ.
+        ClosedError
+            One of the two spaces, or an event or stream of ``after``, was closed.
+        EvictedError, InUseError, CaptureError, CudaError, TypeError, ValueError
             As for :meth:`commit`. No page is changed.
         """
         checked_type("of", of, PageSpace)._check_open()
