@@ -85,8 +85,8 @@ completes within fewer queries.
 
 
 class FreeRanges:
-    """Free ranges of addresses with memory, as offsets in bytes. Adjacent ranges are merged, and :meth:`cut` uses the
-    smallest range that is large enough.
+    """Free ranges of addresses with memory. Starts and ends of ranges are offsets in bytes. Adjacent ranges are merged,
+    and :meth:`cut` uses the smallest range that is large enough.
 
     A range is free only if it is in the list by size. It is removed from this list before it is removed from the two
     dicts, and added after it. So an exception of a signal handler in between may lose the range, but never gives it to
@@ -112,8 +112,8 @@ class FreeRanges:
             yield key & _OFFSET, (key & _OFFSET) + (key >> _SHIFT)
 
     def cut(self, nbytes: int) -> int | None:
-        """Remove the first ``nbytes`` bytes of the smallest range that is large enough, and return their offset; None
-        if no range is large enough.
+        """Remove the first ``nbytes`` bytes of the smallest range that is large enough, and return the offset of these
+        bytes; None if no range is large enough.
         """
         sizes = self._sizes
         at = bisect_left(sizes, nbytes << _SHIFT)
@@ -158,8 +158,8 @@ class FreeRanges:
         return at is not None
 
     def without(self, part: tuple[int, int], start: int, stop: int) -> tuple[int, int]:
-        """Remove the bytes from ``start`` to ``stop`` from the free range ``part``. Returns start and end of the part
-        before these bytes. If ``part`` is not free any more, nothing is removed.
+        """Remove the bytes from ``start`` to ``stop`` from the free range ``part``. Returns start and end of the bytes
+        of ``part`` before ``start``. If ``part`` is not free any more, nothing is removed.
         """
         if self.remove(*part):
             if part[0] < start:
@@ -879,11 +879,11 @@ class ExpandableCache(CachingAllocator):
     Raises
     ------
     TypeError, ValueError
-        ``pool`` is not a pool of device memory, or a size is not valid.
+        ``pool`` is not a pool of one device's memory, or ``limit`` is not a size.
     NotSupportedError
         The device has no virtual memory management.
     AddressSpaceError
-        The process has no free range of addresses of this size.
+        The process has no free range of addresses of four times the device's memory.
     ClosedError
         The pool was closed.
     """
@@ -904,7 +904,7 @@ class ExpandableCache(CachingAllocator):
 
     def statistics(self) -> CacheStatistics:
         """Return the statistics of the cache's own memory, in bytes. Memory of the pool is not included. The driver is
-        not asked, so the call also works on a closed cache.
+        not queried, so the call also works on a closed cache.
         """
         state = self._state
         state.collect_dropped()
@@ -914,16 +914,18 @@ class ExpandableCache(CachingAllocator):
         return CacheStatistics(segment.reserved, segment.reserved_high, *figures)
 
     def reset_peaks(self) -> None:
-        """Set the high-water marks of :meth:`statistics` to the bytes that are used and reserved now."""
+        """Set ``used_high`` and ``reserved_high`` of :meth:`statistics` to the bytes that are used and reserved now."""
         state = self._state
         state.used_high, state.segment.reserved_high = state.used, state.segment.reserved
 
     def trim(self, keep: int | str = 0) -> int:
-        """Release free memory to the driver until ``keep`` bytes are left (``cuMemUnmap``, ``cuMemRelease``). Returns
-        the number of bytes released.
+        """Release free memory to the driver until ``keep`` bytes of the cache's memory are left (``cuMemUnmap``,
+        ``cuMemRelease``). Returns the number of bytes released.
 
         The host waits for no stream. Memory of a stream with unfinished work is not released: synchronise with the
-        stream and trim again. Raises ClosedError, and TypeError or ValueError if ``keep`` is not a size.
+        stream and trim again. Nothing is released during a capture by this package, or while another thread creates or
+        releases memory. The allowance then begins anew: it depends on the bytes in use at later requests only. Raises
+        ClosedError, CudaError, and TypeError or ValueError if ``keep`` is not a size.
         """
         least = checked_size("keep", keep)
         self._check_open()
