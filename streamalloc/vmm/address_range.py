@@ -413,9 +413,9 @@ def drawn(range: AddressRange) -> Html:
 class RangeView(Memory):
     """Bytes of an address range in one or several adjacent mappings. :meth:`AddressRange.view` returns it.
 
-    The view is valid while the bytes are mapped. Afterwards its fills, copies and exports raise :class:`ClosedError`. A
-    view with ``holes=True`` may be exported without memory; its fills and copies raise ValueError at a hole. Operations
-    for which the caller names no stream use :attr:`stream`.
+    The view is valid while the bytes are mapped. Afterwards its fills, copies and exports raise :class:`ClosedError`.
+    With ``holes=True``, exports do not check whether bytes are mapped, and fills and copies raise ValueError if some
+    are not. Operations for which the caller names no stream use :attr:`stream`.
     """
 
     __slots__ = ("__weakref__", "_holes", "_stop", "offset", "range")
@@ -531,7 +531,7 @@ class RangeView(Memory):
 class Mapping(RangeView, Closes):
     """One mapping of physical memory in an address range. :meth:`AddressRange.map` returns it.
 
-    The range owns the mapping: if this object is dropped, the memory stays mapped. :meth:`close` unmaps it.
+    The range owns the mapping: if this object is dropped, the memory stays mapped. :meth:`close` unmaps the memory.
     """
 
     __slots__ = ("_mapped",)

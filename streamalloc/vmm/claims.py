@@ -73,8 +73,8 @@ class Claim:
             if inside or other._thread == self._thread:
                 one = next((thing for thing in things if thing._claim is other), None)
                 raise InUseError(f"{one!r} is in use: this is a call of a hook or a signal handler during another call")
-            # Wait until the other call ends. The lock is written in C: if a signal handler raises, the lock is
-            # released.
+            # Wait until the other call ends. The lock is written in C, so `with` also releases it if a signal handler
+            # raises.
             with other._end:
                 pass
 

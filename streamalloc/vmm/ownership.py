@@ -330,8 +330,9 @@ class MappingWatcher(Protocol):
         """
 
     def mapped(self, address: int, memory: MappedMemory, /) -> None:
-        """Called after ``memory`` was mapped at ``address``. If this method raises, the memory is unmapped, and the
-        exception goes to the caller of the mapping.
+        """Called after ``memory`` was mapped at ``address``. If this method raises, the exception goes to the caller of
+        the mapping. Before that, the memory is unmapped; pages of a :meth:`PageSpace.commit` are released, and other
+        pages of a space stay committed.
         """
 
     def unmapped(self, address: int, /) -> None:

@@ -275,7 +275,7 @@ class PhysicalMemory(GenericAllocation):
     Parameters
     ----------
     where
-        A device, a location (device, host, host NUMA node), or complete :class:`MemAllocationProp`.
+        A device, a location (device, host, host NUMA node), or all properties as a :class:`MemAllocationProp`.
     nbytes
         Size in bytes, a multiple of :meth:`granularity`. The order ``PhysicalMemory(nbytes, where)`` is deprecated.
     handle_types
@@ -285,11 +285,12 @@ class PhysicalMemory(GenericAllocation):
     gpu_direct_rdma
         Whether other PCIe devices may access the memory.
     tile_pool
-        Whether the memory is for the tiles of sparse arrays. It then cannot be mapped into an address range.
+        Whether the memory is for the tiles of sparse arrays. Such memory cannot be mapped into an address range.
     round_up
         Whether to round ``nbytes`` up to the granularity instead of raising ``ValueError``.
     driver
-        The driver to use if ``where`` is not a :class:`Device`.
+        The driver to use if ``where`` is not a :class:`Device`; default: the result of
+        :func:`streamalloc.driver.default`.
 
     Raises
     ------
@@ -343,9 +344,10 @@ class PhysicalMemory(GenericAllocation):
     ) -> int:
         """Return the granularity in bytes of memory at ``where`` (``cuMemGetAllocationGranularity``).
 
-        Sizes and addresses must be multiples of the minimum granularity. With ``recommended``, return the granularity
-        that the driver recommends for performance. ``where`` and ``driver`` as for :class:`PhysicalMemory`. Raises
-        TypeError, ValueError, CudaError.
+        Sizes of memory and addresses of mappings must be multiples of the minimum granularity. With ``recommended``,
+        return the granularity that the driver recommends for performance. ``where`` and ``driver`` as for
+        :class:`PhysicalMemory`. Raises TypeError if ``where`` is no location, ValueError if ``driver`` is not the
+        driver of a Device ``where``, CudaError.
         """
         prop = properties_for(where, MemHandleType.NONE, False, False)
         return granularity_of(session_for(where, driver), prop.to_driver(), recommended=recommended)
@@ -355,8 +357,8 @@ class PhysicalMemory(GenericAllocation):
         """Return the memory that is mapped at an address, by this package or by other code
         (``cuMemRetainAllocationHandle``).
 
-        The object gets its own handle of the memory, and releases this handle when it is closed. Its size is the size
-        of the mapping.
+        The object gets its own handle of the memory, and releases this handle when it is closed. The size of the object
+        is that of the mapping.
 
         Raises
         ------
@@ -367,7 +369,8 @@ class PhysicalMemory(GenericAllocation):
         ValueError
             ``address`` is negative, or a multicast object of this process is mapped there.
         CudaError
-            The driver refused to return the handle, the properties or the size.
+            The memory's device, or device 0 for host memory, has no access to the mapping. Or the driver refused a
+            call.
         """
         session = session_for(None, driver)
         memory = cls.__new__(cls)
@@ -418,6 +421,8 @@ class PhysicalMemory(GenericAllocation):
             ``handle`` is no handle of memory, such as a file, a closed descriptor or a multicast object. Or the memory
             has another size. Or ``owner`` is missing or superfluous, or an object of this process owns the handle
             already.
+        ClosedError
+            The :class:`Fd` was closed.
         InvalidValueError, CudaError
             The driver refuses the handle.
         """

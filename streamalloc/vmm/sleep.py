@@ -748,9 +748,10 @@ class SleepGroup(_Backups):
     that read it. A buffer that is closed or dropped leaves the group and the backup.
 
     Thread-safe. Calls that change buffers of the group wait for each other: :meth:`sleep`, :meth:`wake`,
-    :meth:`resume`, :meth:`read`, :meth:`write`, :meth:`remove` and :meth:`close`, and calls that close, resize, evict
-    or restore one of its buffers. :meth:`allocate` and :meth:`add` do not wait. If a hook or a signal handler makes a
-    call that would have to wait, the call raises :class:`InUseError`.
+    :meth:`resume`, :meth:`freeze`, :meth:`thaw`, :meth:`read`, :meth:`write`, :meth:`remove` and :meth:`close`, and
+    calls that close, resize, evict or restore one of its buffers or set its permissions. :meth:`allocate` and
+    :meth:`add` do not wait. If a hook or a signal handler makes a call that would have to wait, the call raises
+    :class:`InUseError`.
 
     Parameters
     ----------
@@ -895,8 +896,8 @@ class SleepGroup(_Backups):
         is the stream of the copies. ``agree`` makes the vote of the ranks. With ``resumed``, the backups have the bytes
         already (:meth:`resume`): nothing is copied, and sleeping buffers get these backups, too.
         """
-        # The steps fill these two, for the actions after them that cannot be undone: the mappings to release, and the
-        # new backups. With `resumed`, sleeping buffers, which have no mappings, get backups, too.
+        # The steps fill these two dictionaries, which the actions after the steps use: the mappings to release, and the
+        # new backups. With `resumed`, sleeping buffers get backups, too; they have no mappings.
         entries: dict[VirtualBuffer, list[MappedBytes]] = {}
         saved: dict[VirtualBuffer, Saved] = {}
 
@@ -1104,8 +1105,8 @@ def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
     frozen = frozen_backups(buffers)
 
     def thaw(buffer: VirtualBuffer) -> None:
-        # The backup is cleared first: if this and its undo fail, a buffer that can be written has no backup that seems
-        # valid.
+        # The backup is cleared first. Otherwise, if this step and its undo fail, a writable buffer could keep a backup
+        # that differs from its bytes.
         buffer._frozen = None
         if not buffer.evicted:
             protect(buffer, buffer.rights)

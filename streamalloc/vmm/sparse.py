@@ -263,7 +263,7 @@ class SparseArray(OwnsNode):
     Raises
     ------
     NotSupportedError
-        The device does not support sparse arrays.
+        The device does not support sparse arrays, or arrays with deferred mapping.
     TypeError
         ``device`` is no Device, or ``shape``, ``dtype`` or ``levels`` has the wrong type.
     ValueError
@@ -385,8 +385,8 @@ class SparseArray(OwnsNode):
         return tuple(max(extent >> level, 1) for extent in extents)
 
     def mapped_tiles(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
-        """Return an array of bool with one element for each tile of a level and layer: whether the tile is mapped.
-        False for levels in the mip tail. Raises ValueError if the array has no such level or layer.
+        """Return an array of bool with the shape of a level in tiles: whether each tile of the level and layer is
+        mapped. False for levels in the mip tail. Raises ValueError if the array has no such level or layer.
         """
         self._check_layer(layer)
         grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))

@@ -608,8 +608,8 @@ def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> N
     for buffer, several in entries.items():
         for entry in several:
             entry.close()
-        # table() removes the released entries, and with them their memory objects: file descriptors exported from these
-        # objects would keep the memory.
+        # table() removes the released entries, and so drops their memory objects. As long as such an object exists, the
+        # exporter keeps the file descriptors of its memory open, and an open descriptor keeps the memory.
         buffer.range._node.table()
 
 

@@ -30,8 +30,8 @@ class ArenaStatistics(NamedTuple):
     spare: int
     """Physical pages that are not mapped in any space."""
     parked: int
-    """Released pages of spaces that queued work still uses, or that are being cleared. Pages that share memory count
-    separately.
+    """Released pages of spaces that queued work still uses or that are being cleared, and pages that a swap is moving.
+    Pages that share memory count separately.
     """
     kept: int
     """Released and cleared pages that stay mapped until their memory is needed elsewhere."""
@@ -151,9 +151,9 @@ class PageArena(Closes):
         Returns
         -------
         concurrent.futures.Future
-            A future whose result is the number of spare and kept pages. It has the error OutOfMemoryError if the device
-            has not enough memory, or the limit of the arena or of its budget is reached; otherwise CudaError if the
-            driver refuses.
+            A future whose result is the number of spare and kept pages. The future has an OutOfMemoryError if the
+            device has not enough memory or the limit of the arena or of its budget is reached, and another CudaError if
+            the driver refuses.
 
         Raises
         ------

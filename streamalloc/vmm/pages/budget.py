@@ -53,7 +53,7 @@ class Member(NamedTuple):
     wanted: int
     """Bytes that other members requested from this member's unused pages."""
     asked: int
-    """Bytes that other members requested from any pages of this member, because it has more than its share."""
+    """Bytes that other members requested from any pages of this member, because this member has more than its share."""
 
 
 class PageBudget(Closes):

@@ -252,8 +252,8 @@ class Places(MappedBytes):
             for run in adjacent(places):
                 at, nbytes = start + run.start * size, len(run) * size
                 begun.update(run)
-                # `cuMemUnmap` also accepts addresses without memory, which a new space has, and a space after a failed
-                # call.
+                # `cuMemUnmap` also accepts addresses without memory. A new space has such addresses, and so has a space
+                # after a failed call.
                 session.call("cuMemUnmap", at, nbytes)
                 for place in run:
                     result = map_page(start + place * size, size, 0, pages[place].raw, 0)[0]
@@ -435,8 +435,8 @@ class Parking(Deferred):
         self.refused: Exception | None = None
         """Error of a call that should have queued the zeros; None if there was none."""
         self.places: dict[int, None] = {}
-        """The places that were parked with this object. Only those that :attr:`Places.parked` still maps to this object
-        wait for it.
+        """The places that were parked with this object. Places that were parked with another object or committed since
+        then no longer wait for this object.
         """
 
     def attempt(self) -> bool:
@@ -635,7 +635,7 @@ class PhysicalPages(Claimable):
         return sum(len(places.parked) for places in members(self.spaces))
 
     def notify_watchers(self) -> None:
-        """Notify watchers of newly committed pages. Call this without locks: watchers may call any function, and raise."""
+        """Notify watchers of newly committed pages. Call this without locks: watchers may call anything, and raise."""
         while self.newly_watched:
             try:
                 at, _ = self.newly_watched.popitem()
@@ -666,7 +666,7 @@ class PhysicalPages(Claimable):
 
         ``act`` makes driver calls and waits for no stream. If ``act`` finds no memory, the host waits for the work of
         parked pages, without the claim, so that other threads can release pages meanwhile. When some pages have become
-        available, ``act`` is called again. Its error propagates if no parked page is left or :attr:`patience` is over.
+        available, ``act`` is called again. The error propagates if no parked page is left or :attr:`patience` is over.
 
         Raises
         ------

@@ -90,7 +90,7 @@ class SpaceMemory(OwnsRange):
 
     @property
     def committed(self) -> npt.NDArray[np.int64]:
-        """Array of the indices of the committed pages, in ascending order. Raises ClosedError if the space was closed."""
+        """Array of the indices of the committed pages, in ascending order. Raises ClosedError for a closed space."""
         found: npt.NDArray[np.int64] = np.flatnonzero(self.numbers >= 0)
         return found
 
@@ -109,7 +109,9 @@ class SpaceMemory(OwnsRange):
 
     @property
     def parked(self) -> int:
-        """Number of released pages that queued work still uses or that are being cleared."""
+        """Number of released pages that queued work still uses or that are being cleared, and of pages that a swap is
+        moving.
+        """
         return len(self._places.parked)
 
     @property

@@ -122,8 +122,8 @@ class Chunk:
         """
 
     def close(self) -> None:
-        """Release the memory now if the copies that use it are done. May wait for the devices. Raises CudaError. A
-        file needs no such call, because it ends with the last reference.
+        """Release the memory now if the copies that use the memory are done. May wait for the devices. Raises
+        CudaError. A chunk in a file needs no such call: the file is closed with the last reference to the chunk.
         """
 
     def give(self, addresses: Addresses, fences: Sequence[Fence]) -> None:
@@ -137,8 +137,8 @@ class Chunk:
                 free.extend(drained(self._free.pop))
                 if sum(len(one) for one, _ in free) == self.count:
                     # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one
-                    # copy. Drop the fences of finished copies: otherwise they would be kept as long as some addresses
-                    # are reused.
+                    # copy. Drop the fences of finished copies: otherwise each reuse of addresses would keep these
+                    # fences.
                     last = {fence for _, several in free for fence in several if may_run(fence)}
                     free = [(self._every, tuple(last))]
             finally:
@@ -264,8 +264,8 @@ class Stored(Unique, abc.ABC):
             move(Copies(blocks, target, None, kernels))
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Raise DamagedBackupError if the contents of one of ``blocks`` have changed, if this can be found without a
-        copy. This base class does nothing.
+        """Check the contents of ``blocks``, unless the check needs a copy. Raises DamagedBackupError if the contents of
+        a block have changed. This base class does nothing.
         """
 
     def drop(self, blocks: Sequence[int] | None = None) -> None:
@@ -335,8 +335,8 @@ class Saved(NamedTuple):
     blocks: range
 
     def move(self, move: Move, side: CopySide) -> None:
-        """Queue the copies between the buffer ``side`` and its blocks, by the function ``move`` of
-        :meth:`Stored.moving`, which has a fixed stream and direction.
+        """Queue the copies between the buffer ``side`` and the stored blocks. ``move`` is the function that
+        :meth:`Stored.moving` gives for one stream and direction. Errors as for :meth:`Stored.moving`.
         """
         sizes = self.stored._sizes[self.blocks.start : self.blocks.stop]
         move(Copies(self.blocks, side.address + np.cumsum(sizes) - sizes, side))
@@ -477,7 +477,7 @@ class BlockTier(Tier, Closes):
         Returns
         -------
         Stored
-            The stored contents. :meth:`load` copies them back, ``drop()`` returns their room to the tier.
+            The stored contents. :meth:`load` copies the contents back; ``drop()`` returns their room to the tier.
 
         Raises
         ------

@@ -244,8 +244,8 @@ _kernels: PerDriver[dict[int, Kernel]] = PerDriver(lambda _: {})
 
 
 def kernel_of(device: Device) -> Kernel:
-    """Return the :class:`Kernel` of a device, the same object each time. It is loaded when a :class:`HostTier` or
-    :class:`DiskTier` of the device is made.
+    """Return the :class:`Kernel` of a device, the same object each time. The kernel is loaded only when a program makes
+    a :class:`HostTier` or :class:`DiskTier` of the device.
     """
     found = _kernels(session_of(device))
     return found.get(device.ordinal) or found.setdefault(device.ordinal, Kernel(device))

@@ -9,8 +9,8 @@ A file has a header, and after it the bytes of each buffer in blocks. The positi
     the CRC-32 of each block                                                    4 bytes each
     the CRC-32 of all before                                                    4 bytes
 
-Numbers are little-endian. Each value of the header is checked against the file's size before it is used: a file may be
-damaged, truncated, or made by another user.
+Numbers are little-endian. Each value of the header is compared with the expected value before blocks are read: a file
+may be damaged, truncated, or made by another user.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _HEAD = struct.Struct("<8sIIQQ")
 class DamagedBackupError(ValueError):
     """Stored bytes have changed, or a file is no backup of these buffers.
 
-    :meth:`VirtualBuffer.restore`, :meth:`SleepGroup.wake` and :meth:`PageSpace.swap_in` raise it.
+    Methods that read stored bytes or open their files raise it, such as :meth:`VirtualBuffer.restore`,
+    :meth:`SleepGroup.wake`, :meth:`SleepGroup.resume` and :meth:`PageSpace.swap_in`.
 
     Attributes
     ----------

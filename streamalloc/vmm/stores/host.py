@@ -240,7 +240,7 @@ class _SleepingBytes(_BufferBytes):
         self._sizes[ends - 1] -= np.array(counts) * HUGE - np.array(sizes)
         self._room = room = _RoomReturn(len(self._sizes))
         # The item returns the pinned memory of blocks that `drop` did not return. The deferred queue keeps the item
-        # alive, so the item shares the arrays but does not refer to this object, which could otherwise never be
+        # alive. So the item shares the arrays, but does not refer to this object: otherwise this object could never be
         # dropped.
         self._addresses, self._bases, self._present = room.addresses, room.bases, room.present
         self.lacking: npt.NDArray[np.bool_] = np.ones(len(self._sizes), np.bool_)
@@ -356,8 +356,8 @@ class HostTier(BlockTier):
     def calibrate(self) -> None:
         """Measure again up to which block size a kernel is faster than single copies. Blocks the host.
 
-        The first tier of a device measures this for all tiers of the process, in less than 0.1 s. If the device was
-        busy then, call this method while the device is idle. Errors of the driver are not raised.
+        The first tier of a device measures this size for all tiers of the process, in less than 0.1 s. If the device
+        was busy then, call this method while the device is idle. Errors of the driver are not raised.
         """
         kernel_of(self.device).prepare(again=True)
 
