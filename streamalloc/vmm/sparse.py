@@ -375,8 +375,8 @@ class SparseArray(OwnsNode):
         return self.dtype.itemsize * self.channels
 
     def level_shape(self, level: int = 0) -> tuple[int, ...]:
-        """Return the shape of one level in elements, without layers. Raises ValueError if the array has no such
-        level.
+        """Return the shape of one level in elements, without layers. Raises TypeError or ValueError if the array has no
+        such level.
         """
         most = max(self.levels, 1)
         if not 0 <= checked_type("level", level, int) < most:
@@ -386,7 +386,7 @@ class SparseArray(OwnsNode):
 
     def mapped_tiles(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
         """Return an array of bool with the shape of a level in tiles: whether each tile of the level and layer is
-        mapped. False for levels in the mip tail. Raises ValueError if the array has no such level or layer.
+        mapped. False for levels in the mip tail. Raises TypeError, ValueError if there is no such level or layer.
         """
         self._check_layer(layer)
         grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
@@ -430,7 +430,7 @@ class SparseArray(OwnsNode):
             The region contains only a part of a tile, is outside of the level or is mapped already. Or the array has no
             such level or layer. Or the stream is of another device or driver.
         TypeError
-            ``pool`` is no :class:`TilePool`, or ``stream`` is not a stream.
+            ``pool`` is no :class:`TilePool`, ``stream`` is no stream, or ``level`` or ``layer`` is no integer.
         ClosedError
             The array, the pool or the stream was closed.
         CaptureError
@@ -511,7 +511,8 @@ class SparseArray(OwnsNode):
             ``source`` has another shape or type or is not contiguous, or the region is empty or outside of the level.
             Or the stream is of another device, or the array is mapped as a whole and has no memory.
         TypeError, ClosedError, CaptureError
-            ``stream`` is no stream, ``stream`` or the array was closed, or ``stream`` is being captured.
+            ``stream`` is no stream, was closed or is being captured, the array was closed, or ``level`` or ``layer`` is
+            no integer.
         """
         self._copy(np.asarray(source), stream, region, level, layer, to_array=True)
 

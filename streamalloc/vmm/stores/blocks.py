@@ -512,8 +512,9 @@ class BlockTier(Tier, Closes):
 
         Raises
         ------
-        ValueError
-            Contents of ``stored`` were dropped, or the number of ``blocks`` differs from that of ``stored``.
+        TypeError, ValueError
+            ``stored`` is no :class:`Stored`, some of its contents were dropped, or ``blocks`` has another number of
+            blocks.
         DamagedBackupError
             Contents have changed. The error's ``block`` is the index of the first such block in ``stored``. Blocks on
             disk are checked while they are read, so the contents of the memory are then undefined.
