@@ -188,7 +188,7 @@ Setup: TypeAlias = Callable[[Bench], "Call | Measured"]
 
 
 class CudaCore:
-    """A device, a stream and a pool of cuda.core. Raises ``ImportError`` if it is not installed."""
+    """A device, a stream and a pool of cuda.core. Raises ``ImportError`` if cuda.core is not installed."""
 
     def __init__(self, bench: Bench) -> None:
         self.core: Any = importlib.import_module("cuda.core")
@@ -205,7 +205,7 @@ class CudaCore:
 
 
 class CuPy:
-    """CuPy and a stream of it, which is current until the end of the benchmark.
+    """The module ``cupy``, and a stream of CuPy that is current until the end of the benchmark.
 
     Raises ``ImportError`` if CuPy is not installed.
     """
@@ -220,8 +220,8 @@ class CuPy:
 
 
 class PyTorch:
-    """PyTorch and a stream of it, which is current until the end of the benchmark. Raises ``ImportError`` if PyTorch
-    is not installed, or cannot use CUDA.
+    """The module ``torch``, device 0, and a stream of PyTorch that is current until the end of the benchmark. Raises
+    ``ImportError`` if PyTorch is not installed, or cannot use CUDA.
     """
 
     def __init__(self, bench: Bench) -> None:

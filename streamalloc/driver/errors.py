@@ -9,9 +9,10 @@ if TYPE_CHECKING:
 
 
 class DriverMisuseError(AssertionError):
-    """:func:`checked` found a hazard, a double release, a leak, or a driver function that returned no proper tuple.
+    """A driver of :func:`checked` found a hazard, such as a missing order or a double release; handles that are not
+    released (``assert_nothing_left``); or a result of a driver function that is no tuple with a ``CUresult`` first.
 
-    ``hazard`` is the :class:`Hazard`; None for the other causes.
+    ``hazard`` is the :class:`Hazard`; None for the last two causes.
     """
 
     def __init__(self, message: str, hazard: Hazard | None = None) -> None:

@@ -284,7 +284,8 @@ class Checked(Driver, Protocol):
         """Raise :class:`DriverMisuseError` with a list of the handles that are not released, if there are any."""
 
     def finish(self) -> list[Hazard]:
-        """Make deferred releases, check the work of streams that still wait, and add leaks. Returns all hazards.
+        """Attempt deferred releases for at most a second, check the work that is queued behind waits, and add leaks.
+        Returns all hazards.
 
         Without this call the end of the process does the same, and prints the hazards that were not shown.
         """

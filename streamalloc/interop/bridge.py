@@ -7,10 +7,10 @@ There are two ways:
 * *Callbacks*: the library calls Python for each allocation. Allocators without a driver handle need callbacks: a
   caching allocator, and virtual memory that can be evicted (a sleep group).
 
-``use(...)`` of each module of :mod:`streamalloc.interop` starts a :class:`Bridge`. :meth:`Bridge.stop`, or the end of a
-``with`` block, restores the library's own allocator for later allocations. Memory that was allocated before stays
-valid, and returns to its source when the library frees it. Stop the bridges of one library in the reverse order of
-their starts. Dropping a bridge does not stop it.
+``use(...)`` of a library's module in :mod:`streamalloc.interop` starts a :class:`Bridge`. :meth:`Bridge.stop`, or the
+end of a ``with`` block, restores the library's own allocator for later allocations. Memory that was allocated before
+stays valid, and returns to its source when the library frees it. Stop the bridges of one library in the reverse order
+of their starts. Dropping a bridge does not stop it.
 
 Callbacks obey these rules, most of which :class:`Sources` and :class:`Ledger` implement:
 
@@ -511,8 +511,8 @@ class Ledger:
         return address in self._held
 
     def free(self, address: int, ordinal: int, handle: int | None = None) -> int:
-        """Free the memory at ``address`` in the order of a stream, and return its size in bytes; 0 if the address is
-        unknown.
+        """Free the memory at ``address`` in the order of a stream, and return the size of the memory in bytes; 0 if the
+        address is unknown. Virtual memory is unmapped after the work that uses it.
 
         ``handle``: handle of the stream on the device ``ordinal``; None for the stream of the allocation.
         """

@@ -92,9 +92,9 @@ class _End(Deferred):
 class Lent(TypedView[Any]):
     """Memory that another library uses as an array. The array keeps this memory alive.
 
-    ``user`` is the library's stream. It waits for the memory's stream at once. If ``user`` is None, the library passes
-    its stream to ``__dlpack__``. If other streams use the array, the library's stream must wait for them before the
-    array is dropped.
+    ``user`` is the library's stream, which waits for the memory's stream from now on. None: the library passes its
+    stream to ``__dlpack__``, and that stream waits from then on. If other streams use the array, the library's stream
+    must wait for them before the array is dropped.
     """
 
     __slots__ = ("_end",)

@@ -93,8 +93,9 @@ class TorchBridge(Bridge):
     :meth:`stop` makes PyTorch allocate from its own memory again. :meth:`close` does so and frees the cached segments,
     too.
 
-    The bridge sets PyTorch's option ``release_lock_on_cudamalloc``. Without it PyTorch holds its allocator's mutex
-    while the callback waits for the GIL, and deadlocks with a thread that holds the GIL and drops a tensor.
+    The bridge sets PyTorch's option ``release_lock_on_cudamalloc``, unless RMM allocates. Without the option PyTorch
+    holds its allocator's mutex while the callback waits for the GIL, and deadlocks with a thread that holds the GIL and
+    drops a tensor.
     """
 
     def __init__(self, sources: Sources, rmm: bool = False) -> None:
@@ -297,8 +298,8 @@ def unrouted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """Within the ``with`` block, allocate from PyTorch's own memory on this thread, in a pool that is released
-    afterwards.
+    """Within the ``with`` block, allocate from PyTorch's own memory on this thread, in a new pool. After the block,
+    :func:`collect` releases the pool, unless another thread allocates from a bridge.
     """
     cuda = library("torch").cuda
     with unrouted():

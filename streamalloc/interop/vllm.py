@@ -217,7 +217,7 @@ class CuMemAllocator:
         OutOfMemoryError, RuntimeError
             There is not enough host memory, or the driver refused a call. After each error nothing has changed.
         TypeError
-            A tag is not a ``str``.
+            ``offload_tags`` is neither a ``str`` nor a list or tuple of them.
         """
         keep = {*_tags("offload_tags", (self.default_tag,) if offload_tags is None else offload_tags), *_INTERNAL}
         torch = library("torch")
@@ -260,10 +260,12 @@ class CuMemAllocator:
         ------
         OutOfMemoryError
             There is not enough device memory. All is still asleep, with its bytes.
+        CudaError
+            The driver refused a call. All is still asleep, with its bytes.
         CaptureError
             As for :meth:`sleep`. Nothing has changed.
         TypeError
-            A tag is not a ``str``.
+            ``tags`` is neither a ``str`` nor a list or tuple of them.
         """
         named = _DEFERRABLE if tags is None else _tags("tags", tags)
         prepare([self.group])

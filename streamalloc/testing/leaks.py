@@ -162,7 +162,7 @@ class OpenObject(NamedTuple):
     what: str
     """Description for the report, such as ``"Channel"``."""
     place: Stack
-    """Stack of the call that made it, without frames of this package; empty if unknown. Of a thread, its current
+    """Stack of the call that made it, without frames of this package; empty if unknown. For a thread: its current
     stack.
     """
 

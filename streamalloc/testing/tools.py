@@ -30,9 +30,9 @@ class Gate(Closes):
     """Gate that blocks streams until the host opens it, so that a test has work that is surely pending.
 
     A blocked stream waits for a value in pinned host memory (``cuStreamWaitValue32``). Other streams continue, and the
-    wait uses no multiprocessor of the device. An opened gate can block streams again. The end of its ``with`` block
-    opens the gate, synchronises the device, and frees the memory. On hardware, load kernels before you block a stream,
-    because loading a module may wait for the stream.
+    wait uses no multiprocessor of the device. An opened gate can block streams again. The end of the gate's ``with``
+    block opens the gate, synchronises the device, and frees the memory. On hardware, load kernels before you block a
+    stream, because loading a module may wait for the stream.
 
     Parameters
     ----------

@@ -196,8 +196,8 @@ def _check_fields(event: Event) -> None:
 
 
 def read_trace(lines: Iterable[str], file: str = "") -> Trace:
-    """Return the trace that the lines of a file contain. ``file``: its name, for errors. Raises
-    :class:`TraceFormatError`.
+    """Return the trace that the lines of a file contain. ``file``: name of the file, for errors. Raises
+    :class:`TraceFormatError` if a line is not as :meth:`Trace.save` writes it, or contradicts earlier lines.
     """
     lines = iter(lines)
     header = _header(next(lines, ""), file)
