@@ -47,7 +47,8 @@ class Allocator(Unique, BufferSource):
     """Name of the driver function behind ``alloc_function``, for errors."""
     alloc_function: Any
     """The driver's function to allocate, or a replacement of it: :meth:`Tap.allocate` while there are watchers, a
-    function of the current pool, or a function that raises (closed pool, forked child).
+    function of the current pool or of :class:`PlainMemory`, or a function that raises (closed pool, forked child). None
+    for a cache, which does not call it.
     """
     _raw: Any
     """``CUmemoryPool``, the second argument of ``alloc_function``."""
@@ -56,7 +57,7 @@ class Allocator(Unique, BufferSource):
         """Bind the two functions that allocate and free. ``alloc`` takes the size in bytes, ``raw`` (``CUmemoryPool``)
         and the stream's handle (``CUstream``). ``free`` replaces ``cuMemFreeAsync``.
 
-        The caller must have set ``location`` and the attributes that ``managed`` reads.
+        The caller must have set ``location`` and ``managed``.
         """
         self._session = session
         location = self.location
@@ -110,6 +111,9 @@ class Allocator(Unique, BufferSource):
         NotSupportedError
             ``stream`` is being captured, and the pool was made for sharing (``handle_types``) or is not in device
             memory.
+        CaptureError
+            This thread captures another stream in a mode other than ``"relaxed"``; the capture is then invalid. Or
+            ``stream`` is the legacy default stream, and a blocking stream is being captured.
         TypeError, ValueError
             ``nbytes`` is not a size or out of range, or ``stream`` is not a stream or belongs to another driver.
         ClosedError
@@ -141,16 +145,18 @@ class Allocator(Unique, BufferSource):
         return buffer
 
     async def allocate_async(self, nbytes: int | str, stream: StreamLike) -> Buffer:
-        """Allocate as :meth:`allocate` does. While there is no memory, wait without blocking the running event loop.
+        """Allocate as :meth:`allocate` does. While there is not enough memory, wait without blocking the running event
+        loop.
 
         The allocation is repeated after pauses of 1 to 20 ms, until any thread or process has freed enough memory.
-        ``asyncio.wait_for`` limits the wait.
+        ``asyncio.wait_for`` limits the wait. A request for more host memory than there is waits without an end, unless
+        the pool has a maximum.
 
         Raises
         ------
         OutOfMemoryError
-            The size is more than the pool's maximum, or more than the device has. Other errors are those of
-            :meth:`allocate`.
+            The size is more than the pool's maximum; without a maximum, more than the memory of the device. Other
+            errors are those of :meth:`allocate`.
         """
         # asyncio is imported here, because it would double the import time of the package. A program with a running
         # event loop has imported it already.
@@ -181,7 +187,9 @@ class Allocator(Unique, BufferSource):
         Raises
         ------
         TypeError, ValueError
-            ``data`` is not of these types.
+            ``data`` is not of these types, is not contiguous, or is of another driver.
+        ClosedError
+            The memory ``data`` was freed, or the pool or the stream was closed.
         OutOfMemoryError
             There is not enough memory. Other errors are those of :meth:`allocate`.
         """

@@ -77,13 +77,15 @@ class Device:
 
     @staticmethod
     def count(driver: Driver | None = None) -> int:
-        """Return the number of devices of ``driver``, by default the default driver (``cuDeviceGetCount``)."""
+        """Return the number of devices of ``driver``, by default the default driver (``cuDeviceGetCount``). Raises
+        DriverNotFoundError as the constructor does.
+        """
         return int(session_for(None, driver).call("cuDeviceGetCount"))
 
     @classmethod
     def all(cls, driver: Driver | None = None) -> list[Device]:
         """Return all devices of ``driver``, by default the default driver, in the order of their ordinals
-        (``cuDeviceGetCount``).
+        (``cuDeviceGetCount``). Raises DriverNotFoundError as the constructor does.
         """
         session = session_for(None, driver)
         return [cls._of(ordinal, session) for ordinal in range(int(session.call("cuDeviceGetCount")))]
@@ -144,14 +146,14 @@ class Device:
         """The calling thread's per-thread default stream. If another thread frees memory of this stream, the free is
         queued on the legacy stream.
 
-        Synchronise the stream before its thread ends: driver 580 hangs if the stream's work still uses memory of pools
-        then.
+        Synchronise the stream before its thread ends. If the stream's work then still uses memory of pools, driver 580
+        hangs.
         """
         return per_thread_stream(self)
 
     @property
     def graph_memory(self) -> GraphMemory:
-        """The memory that graphs of this device use and reserve, apart from its pools."""
+        """Memory of the device that graphs use and reserve, apart from the device's pools."""
         from streamalloc.core.graph import GraphMemory
 
         return GraphMemory(self)
@@ -237,8 +239,14 @@ class Device:
         return Event(self, timing=timing, blocking_sync=blocking_sync, interprocess=interprocess)
 
     def synchronize(self) -> None:
-        """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``). The call
-        invalidates a capture of a stream of the device, and then raises CaptureError; await streams or events instead.
+        """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``), then attempt
+        deferred releases of all drivers.
+
+        Raises
+        ------
+        CaptureError
+            A stream of the device is being captured, or this thread captures a stream in a mode other than
+            ``"relaxed"``. The capture is then invalid; await streams or events instead.
         """
         with draining(self._session, self.ordinal):
             self._session.call_in(self.ordinal, "cuCtxSynchronize")
@@ -299,7 +307,8 @@ def location_of(name: str, where: object, allowed: str = "a Device or a MemLocat
 
 def session_for(where: object, driver: Driver | None) -> Session:
     """Return the session of the driver of ``where`` if ``where`` is a Device; otherwise the session of ``driver``, by
-    default the default driver. Raises ValueError if ``driver`` is not the driver of the Device ``where``.
+    default the default driver. Raises ValueError if ``driver`` is not the driver of the Device ``where``, TypeError if
+    ``driver`` is not a driver, and DriverNotFoundError if there is no default driver.
     """
     if not isinstance(where, Device):
         return Session.of(driver if driver is not None else default_driver())
@@ -330,8 +339,9 @@ def check_location(session: Session, location: MemLocation) -> None:
 
 
 def known_location(session: Session, name: str, where: object) -> MemLocation:
-    """Return the location of ``where`` (:func:`location_of`). Raise ``ValueError`` if ``where`` is a Device of another
-    driver, or ``session``'s driver has no such device. ``name``: the argument's name, for errors.
+    """Return the location of ``where`` (:func:`location_of`). Raise TypeError if ``where`` names no location, and
+    ValueError if ``where`` is a Device of another driver, or if ``session``'s driver has no such device. ``name``: the
+    argument's name, for errors.
     """
     location = location_of(name, where)
     if isinstance(where, Device):

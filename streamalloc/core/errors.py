@@ -1,8 +1,9 @@
 """Exception classes by kind of failure, and the function that makes an exception from a ``CUresult``.
 
-Every driver function returns a ``CUresult``. For an error, :func:`error_from` makes an exception of the class that
-:data:`_KINDS` names. Arguments that break a documented rule raise ``TypeError`` or ``ValueError`` before the driver is
-called.
+A driver function returns a tuple, whose first item is a ``CUresult``. For an error, :func:`error_from` makes an
+exception. Its class depends on the ``CUresult`` (:data:`_KINDS`), and for a few functions also on the function
+(:data:`_KINDS_OF_CALLS`). Arguments that break a documented rule raise ``TypeError`` or ``ValueError`` before the
+driver is called.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ E = TypeVar("E", bound="CudaError")
 
 
 class CudaError(RuntimeError):
-    """A driver call returned an error.
+    """A driver call returned an error, or this package refused the call (:attr:`asked`).
 
-    :class:`OutOfMemoryError` and the other errors of this package are subclasses.
+    Many errors of the driver have a subclass, such as :class:`OutOfMemoryError`. The other errors are plain
+    ``CudaError``.
 
     Attributes
     ----------
@@ -34,7 +36,7 @@ class CudaError(RuntimeError):
     code
         Number of the driver's error.
     call
-        Name of the driver function that returned the error.
+        Name of the driver function, or of something that the driver or the bindings do not have, such as an attribute.
     hint
         The usual cause and its remedy, or the empty string.
     """
@@ -47,7 +49,7 @@ class CudaError(RuntimeError):
         self.hint = hint
 
     asked: bool = True
-    """True if the driver returned the error; False if this package refused the call before the driver was asked."""
+    """Whether the driver returned the error. False if this package refused the call, and did not call the driver."""
 
     def __str__(self) -> str:
         if not self.asked:
@@ -65,14 +67,15 @@ class InvalidValueError(CudaError, ValueError):
 
 
 class InvalidHandleError(CudaError):
-    """A stream, event or other handle is not valid here (``CUDA_ERROR_INVALID_HANDLE``).
+    """The driver does not accept the handle of a stream, an event or another object (``CUDA_ERROR_INVALID_HANDLE``).
 
     :meth:`Event.elapsed_since` raises it for events that measure no time.
     """
 
 
 class InvalidDeviceError(CudaError, ValueError):
-    """There is no such device, or the device cannot do this (``CUDA_ERROR_INVALID_DEVICE``).
+    """The driver has no such device, or the device does not support the call (``CUDA_ERROR_INVALID_DEVICE``,
+    ``CUDA_ERROR_NO_DEVICE``).
 
     :attr:`Device.supports` lists what a device can do.
     """
@@ -103,8 +106,8 @@ class NotReadyError(CudaError):
 
 
 class NotSupportedError(CudaError):
-    """The device, the driver or the bindings do not support the call. The message says what is needed and what was
-    found.
+    """The device, the driver or the bindings do not support the call (``CUDA_ERROR_NOT_SUPPORTED``). If the driver or
+    the bindings do not have the function, the message says what is needed and what was found.
 
     :attr:`Device.supports` lists what a device can do.
     """
@@ -125,15 +128,16 @@ class PeerAccessError(CudaError):
 
 
 class CaptureError(CudaError):
-    """The call is not allowed in the stream capture that is under way (``CUDA_ERROR_STREAM_CAPTURE_*``), or the capture
-    is invalid by now.
+    """A stream capture does not allow the call, or an earlier call has made the capture invalid
+    (``CUDA_ERROR_STREAM_CAPTURE_*``, ``CUDA_ERROR_CAPTURED_EVENT``).
 
-    Captures are made by :meth:`Stream.capture`.
+    :meth:`Stream.capture` makes captures; :class:`Stream` explains their modes.
     """
 
 
 class DeviceLostError(CudaError):
-    """Earlier work failed on the device, for example by an illegal address. The device's context can no longer be used.
+    """Earlier work failed on the device, for example by an illegal address (``CUDA_ERROR_ILLEGAL_ADDRESS``,
+    ``CUDA_ERROR_LAUNCH_FAILED``). The device's context can no longer be used.
 
     :func:`streamalloc.testing.kernel` lists errors of kernels that lead to this state.
     """
@@ -153,7 +157,8 @@ class OutOfMemoryError(CudaError, MemoryError):
 
     :meth:`MemoryPool.allocate` raises it.
 
-    All figures are bytes, read right after the failure; None if a figure could not be read.
+    All figures are bytes, read right after the failure. A figure is None if it does not apply or could not be read, for
+    example during a capture.
 
     Attributes
     ----------
@@ -163,15 +168,16 @@ class OutOfMemoryError(CudaError, MemoryError):
         Bytes allocated from the pool, and bytes that the pool has reserved. A pool that fails to grow keeps the memory
         that it reserved before the failure, until it is trimmed.
     limit
-        The pool's maximum size; None if the pool has no maximum.
+        The maximum size of the pool, or the limit of a cache or an observer; None if there is no limit, or if it is not
+        known. For an observer's limit, ``used`` is the observed memory.
     free, total
-        The memory of the device as ``cuMemGetInfo`` gives it.
+        Free and total memory of the pool's device (``cuMemGetInfo``).
     pool
         The name of the pool; empty if it has none.
     holders
-        A tuple of lines of text. The first lines name the other pools of the same location that hold memory. The next
-        lines, for each observer (:func:`streamalloc.observing.observe`), name the lines of the program whose
-        allocations there are live. Each part is sorted by bytes, most first.
+        A tuple of texts. First comes a text for each other pool of the same location that has memory reserved. Then,
+        for each observer (:func:`streamalloc.observing.observe`), comes a text for each line of the program that has
+        live allocations in this location. Each part is sorted by bytes, most first.
     """
 
     _FIGURES = ("requested", "used", "reserved", "limit", "free", "total")
@@ -204,18 +210,18 @@ class AddressSpaceError(CudaError, MemoryError):
 
 
 class ClosedError(RuntimeError):
-    """A buffer was used after it was freed, or a pool, stream, event or graph after it was closed.
+    """An object was used after it was closed, or memory after it was freed.
 
-    Methods of :class:`Buffer`, :class:`MemoryPool`, :class:`Stream` and :class:`Event` that need the memory or the
-    handle raise it then. A second ``close`` does nothing.
+    Methods that need the memory or the handle raise this error, for example those of :class:`Buffer`,
+    :class:`MemoryPool`, :class:`Stream` and :class:`Event`. A second ``close`` does nothing.
     """
 
 
 class EvictedError(RuntimeError):
-    """A virtual buffer without physical memory was used, resized or evicted again: restore it first.
+    """An evicted virtual buffer was used, resized or evicted again, or :meth:`vmm.VirtualBuffer.restore` was called for
+    a buffer that is not evicted.
 
-    :meth:`vmm.VirtualBuffer.evict` releases the physical memory, and :meth:`vmm.VirtualBuffer.restore` allocates it
-    again.
+    :meth:`vmm.VirtualBuffer.evict` releases the physical memory, and ``restore`` allocates it again.
     """
 
 
@@ -231,8 +237,8 @@ class IncompleteTeamError(RuntimeError):
 class InUseError(RuntimeError):
     """An object cannot be released or changed now, because something else uses it.
 
-    The user is a process that imported the object, another mapping, or a call that a signal handler or a hook
-    interrupts. :meth:`vmm.VirtualBuffer.evict` and :meth:`vmm.SleepGroup.sleep` raise it.
+    Possible causes are a process that imported the object, another mapping of the memory, and a call that a signal
+    handler or a hook interrupts. :meth:`vmm.VirtualBuffer.evict` and :meth:`vmm.SleepGroup.sleep` raise it.
     """
 
 
@@ -253,7 +259,8 @@ class StaleDescriptorError(ValueError):
 
 
 class PendingFreesWarning(RuntimeWarning):
-    """A trim could not release memory whose frees are still pending: synchronise their streams, and trim again.
+    """A trim left more memory reserved than expected: frees were still pending, or allocations in use are scattered
+    over the pool's memory. If frees were pending, synchronise their streams, and trim again.
 
     :meth:`MemoryPool.trim` and :meth:`CachingAllocator.trim` issue this warning.
     """

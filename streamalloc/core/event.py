@@ -190,7 +190,8 @@ class Event(Closes, Shareable, Shown):
 
     def query(self) -> bool:
         """Return whether the work before the event is done; True if the event was never recorded (``cuEventQuery``).
-        Raises ClosedError if the event was closed, CudaError if it was recorded in a capture.
+        Raises ClosedError if the event was closed. Raises CaptureError if the event was recorded in a capture, or this
+        thread captures a stream in a mode other than ``"relaxed"``; the capture is then invalid.
         """
         raw = self._checked_raw()
         with self._session.beside_captures():
@@ -198,8 +199,8 @@ class Event(Closes, Shareable, Shown):
         return not result or is_done(result, "cuEventQuery")
 
     def synchronize(self) -> None:
-        """Block the host until the work before the event's last record is done (``cuEventSynchronize``). If the event
-        was never recorded, return at once. Errors as for :meth:`query`.
+        """Block the host until the work before the event's last record is done (``cuEventSynchronize``), then attempt
+        deferred releases. If the event was never recorded, the host does not wait. Errors as for :meth:`query`.
         """
         self._session.call("cuEventSynchronize", self._checked_raw())
         work(self._session, MOST_PER_SYNC)
@@ -215,6 +216,8 @@ class Event(Closes, Shareable, Shown):
         ------
         ClosedError
             The event was closed before the wait or during it.
+        CaptureError
+            The event was recorded in a capture. The capture is then invalid.
         """
         return finished(self).__await__()
 
@@ -237,8 +240,9 @@ class Event(Closes, Shareable, Shown):
         return float(self._session.call("cuEventElapsedTime", start._checked_raw(), self._checked_raw(), hint=hint))
 
     def close(self) -> None:
-        """End the use of the event. Its stream keeps the driver's event for a later record, or the driver's event is
-        destroyed (``cuEventDestroy``). Streams that already wait for the event keep waiting. Idempotent.
+        """End the use of the event. The stream of :meth:`Stream.record` may keep the driver's event for a later record;
+        otherwise the driver's event is destroyed (``cuEventDestroy``). Streams that already wait for the event keep
+        waiting. Idempotent.
         """
         if not self._kept_for_later():
             self._session.release(self, "cuEventDestroy")

@@ -143,9 +143,15 @@ class Stream(Closes, Shown):
     """A stream of one device.
 
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
-    :meth:`of_handle` borrows other libraries' streams. :meth:`close` destroys only a stream that
+    :meth:`of_handle` borrows other libraries' streams. A close or a drop destroys only a stream that
     :meth:`Device.create_stream` made (``cuStreamDestroy``). The host does not wait, and the driver still finishes the
-    queued work.
+    queued work. Methods that need the handle raise ClosedError after :meth:`close`.
+
+    During a capture (:meth:`capture`) the driver refuses calls that are unsafe, such as a synchronisation, a query, or
+    an allocation on another stream: on all threads in the mode ``"global"``, on the capturing thread in the mode
+    ``"thread_local"``. In the mode ``"relaxed"`` it only refuses calls about the work of the captured stream or of its
+    device. A refused call raises CaptureError, and makes the capture invalid. On other threads, this package makes its
+    calls in the relaxed mode.
     """
 
     __slots__ = (
@@ -177,13 +183,13 @@ class Stream(Closes, Shown):
     unlent: Any
     """``CUstream`` if memory may be allocated without a check, because no other code has the handle; else None."""
     usable: bool
-    """Whether neither a close, nor a capture, nor an item to attempt first forbids direct calls and reuse of memory."""
+    """Whether direct calls and reuse of cached memory are allowed; the table of the module says when they are not."""
     thread: int | None
     """Identifier (``get_ident``) of the thread whose work a per-thread default stream orders. 0 once the thread has
     ended, because a new thread may get the same identifier. None for other streams, which any thread may use.
     """
     free_lists: dict[object, dict[int, Any]]
-    """Free lists of caches on this stream, by the cache's key: a dict of free blocks by requested size in bytes."""
+    """Free lists of caches, by the cache's key: dicts of lists of blocks, by ``(nbytes - 1) // 512`` of a request."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a Stream is made by Device.create_stream, or borrowed by Stream.of_handle")
@@ -200,7 +206,7 @@ class Stream(Closes, Shown):
         self._in_use = RLock()
         """Lock held while the stream is being closed, a capture begins, or a deferred item uses the stream."""
         self.endings: list[Deferred] = []
-        """Deferred releases that are attempted right before the stream is closed."""
+        """Deferred releases to attempt when the stream ends: by a close of our own stream, otherwise by the queue."""
         self._before_work: list[Deferred] = []
         """Deferred releases to attempt before more work is queued, see :func:`queue_behind`."""
         self._attempting: list[int] = []
@@ -226,8 +232,8 @@ class Stream(Closes, Shown):
         device
             The device of the stream.
         handle
-            The driver's ``CUstream`` as a number. 0 and 1 give the legacy default stream of ``device``, 2 the calling
-            thread's per-thread default stream.
+            The driver's ``CUstream`` as a number, which is not checked. 0 and 1 give the legacy default stream of
+            ``device``, 2 the calling thread's per-thread default stream.
         owner
             An object to keep alive, because it keeps the driver's stream alive; None if the caller does that. Not used
             for default streams.
@@ -313,13 +319,13 @@ class Stream(Closes, Shown):
 
     @property
     def capturing(self) -> bool:
-        """Whether the stream is being captured into a graph (``cuStreamIsCapturing``). Raises ClosedError; and for the
-        legacy default stream CaptureError while a blocking stream is being captured.
+        """Whether the stream is being captured into a graph (``cuStreamIsCapturing``). Raises ClosedError if the stream
+        was closed. For the legacy default stream, raises CaptureError while a blocking stream is being captured.
         """
         return int(self.call("cuStreamIsCapturing")) != 0
 
     def is_captured(self) -> bool:
-        """Whether the stream is being captured. Calls the driver only if other code may capture the stream."""
+        """Whether the stream is captured. Asks the driver for a legacy stream, and if other code may capture it."""
         return self._capture is not None or (self.capturable and self.capturing)
 
     def refuse_capture(self, call: str, why: str) -> None:
@@ -331,7 +337,7 @@ class Stream(Closes, Shown):
 
     @property
     def priority(self) -> int:
-        """The stream's priority (``cuStreamGetPriority``). Work of streams with lower numbers runs first."""
+        """Priority (``cuStreamGetPriority``). Work of streams with lower numbers runs first. Raises ClosedError."""
         return int(self.call("cuStreamGetPriority"))
 
     # -- work --------------------------------------------------------------------------------------------------
@@ -343,7 +349,7 @@ class Stream(Closes, Shown):
         return self
 
     def checked_raw(self) -> Any:
-        """Return the ``CUstream``, after the items that come before more work were attempted. Raises ClosedError."""
+        """Attempt the items of :func:`queue_behind`, and return the ``CUstream``. Raises ClosedError."""
         if self.closed:
             raise ClosedError(f"{self!r} was closed")
         if self._before_work and get_ident() not in self._attempting:
@@ -371,8 +377,8 @@ class Stream(Closes, Shown):
             self._forbid_direct()
 
     def in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
-        """Call ``act`` with the context current that the handle needs, and return its result. ``act`` invalidates no
-        capture that this package makes on another thread.
+        """Call ``act`` while the context that the handle needs is current, and return the result of ``act``. Driver
+        calls of ``act`` invalidate no capture that this package makes on another thread.
         """
         with self._session.beside_captures(), self._context():
             return act(*args, **named)
@@ -382,7 +388,7 @@ class Stream(Closes, Shown):
         return contextlib.nullcontext()
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call driver function ``name`` with this stream as its first argument. Raises ClosedError, CudaError."""
+        """Call driver function ``name`` with this stream first (:meth:`Session.call`). Also raises ClosedError."""
         raw = self.checked_raw()
         with self._context():
             return self._session.call(name, raw, *args)
@@ -398,8 +404,8 @@ class Stream(Closes, Shown):
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
 
         Without ``event`` a new :class:`Event` is recorded, which measures time if ``timing``. A given ``event`` keeps
-        its own setting. Raises TypeError if ``event`` is no :class:`Event`, ValueError for another driver's event,
-        InvalidHandleError for another device's event, ClosedError if the event or stream was closed.
+        its own setting. Raises TypeError if ``event`` is not an :class:`Event`, ValueError for another driver's event,
+        InvalidHandleError for another device's event, and ClosedError if the event or this stream was closed.
         """
         session = self._session
         handle = self.direct or self.ready()
@@ -432,8 +438,8 @@ class Stream(Closes, Shown):
 
         The host does not wait (``cuStreamWaitEvent``). Events of cuda.core and of the bindings are accepted. A wait for
         an event of a capture makes this stream part of the capture. A wait for an event that was never recorded has no
-        effect. Raises TypeError if ``other`` is neither event nor stream, ValueError if it belongs to another driver,
-        ClosedError if it or this stream was closed.
+        effect. Raises TypeError if ``other`` is neither event nor stream, ValueError if ``other`` belongs to another
+        driver, and ClosedError if ``other`` or this stream was closed.
         """
         session = self._session
         if isinstance(other, Event):
@@ -460,8 +466,8 @@ class Stream(Closes, Shown):
 
     def synchronize(self) -> None:
         """Block the host until all work queued so far is done (``cuStreamSynchronize``). The driver then makes the
-        memory of completed frees available to every stream, and releases memory of pools above their release
-        thresholds. Raises ClosedError; while the stream is being captured CaptureError, and the capture is invalid.
+        memory of completed frees available to every stream, and releases unused memory of pools above their release
+        thresholds. Deferred releases are attempted. Raises ClosedError, and CaptureError during a capture.
         """
         result = self._result(self._session.cuStreamSynchronize)
         if result:
@@ -471,7 +477,8 @@ class Stream(Closes, Shown):
     def __await__(self) -> Generator[Any, None, None]:
         """Wait in a coroutine of :mod:`asyncio` for the work queued so far. The loop runs other tasks meanwhile.
 
-        Equivalent to ``await stream.record()`` (:meth:`Event.__await__`). Work that is queued later is not waited for.
+        Equivalent to ``await stream.record()`` (:meth:`Event.__await__`). Raises ClosedError, and while the stream is
+        being captured CaptureError, which leaves the capture valid.
         """
         self.refuse_capture("cuEventQuery", "await it after the capture")
 
@@ -503,10 +510,9 @@ class Stream(Closes, Shown):
         """Record the work of a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
 
         ``with`` gives the :class:`Graph`, which is complete when the block ends. Allocations and frees become its
-        nodes. The driver refuses calls that are unsafe during a capture: on all threads with ``mode="global"``, on this
-        thread with ``"thread_local"``, on no thread with ``"relaxed"``. If the block raises, the graph is destroyed.
-        Raises ValueError for another mode, and CaptureError if the stream is being captured already, is the legacy
-        default stream, or, at the end of the block, if the capture became invalid.
+        nodes. If the block raises, the graph is destroyed. :class:`Stream` explains the modes. Raises ValueError for
+        another mode, and ClosedError. Raises CaptureError if the stream is being captured already, is the legacy
+        default stream, or, at the end of the block, if the capture has become invalid.
         """
         from streamalloc.core.graph import Capture
 
@@ -533,7 +539,7 @@ class Stream(Closes, Shown):
         self.endings.clear()
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the protocol's version, 0, and the handle, for other libraries."""
+        """Return the protocol's version, 0, and :attr:`handle`, for other libraries. Raises ClosedError."""
         self._notify_lent(self.checked_raw(), used=True)
         return (0, self._number)
 
@@ -857,7 +863,7 @@ class LibraryStream(Stream):
     owner: Any
     """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` keeps it alive."""
     owned: bool
-    """Whether only the library's own stream object destroys the driver's stream, and then reports that it is closed.
+    """Whether only the library's own stream object destroys the driver's stream, and then reports the stream as closed.
     False for objects that only name a stream.
     """
     drained: bool
@@ -942,7 +948,8 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
     TypeError
         The object is not a stream.
     ValueError
-        The stream belongs to another driver. Streams of other devices of the same driver are accepted.
+        The stream belongs to another driver, or ``__cuda_stream__`` returns a version other than 0. Streams of other
+        devices of the same driver are accepted.
     ClosedError
         The stream was closed.
     """
@@ -962,8 +969,8 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
 
 
 def library_stream(stream: Any, session: Session) -> Stream:
-    """Return the :class:`Stream` for a library's stream object; the result may be closed. Raises TypeError, ValueError
-    if the object is not a stream.
+    """Return the :class:`Stream` for a library's stream object; the result may be closed. Raises TypeError if the
+    object is not a stream, and ValueError if its ``__cuda_stream__`` returns a version other than 0.
 
     The result is kept in a table for the next call, see :mod:`streamalloc.core.library_streams`.
     """
