@@ -84,14 +84,14 @@ _FOREIGN_IN_CAPTURE = (
 
 
 class SharedState(abc.ABC):
-    """Frees a shared buffer, which other processes may have open. :mod:`streamalloc.ipc` attaches this object when the
-    buffer is shared.
+    """State of a shared buffer, which other processes may have open. It frees the buffer's memory.
+    :mod:`streamalloc.ipc` attaches this object when the buffer is shared.
     """
 
     __slots__ = ("pointer",)
 
     pointer: Any
-    """``CUdeviceptr`` of the memory; its buffer has none while it is shared."""
+    """``CUdeviceptr`` of the memory. The pointer of the buffer itself is None while the buffer is shared."""
 
     @abc.abstractmethod
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
@@ -131,11 +131,11 @@ class BufferSource:
     _session: Session
 
     def pool_of(self, buffer: Buffer) -> object:
-        """Return the pool that a buffer's memory belongs to; None if this package does not know the pool."""
+        """Return the pool or other allocator of a buffer's memory; None if this package does not know it."""
         return None
 
     def reachable_from(self, device: Device) -> bool:
-        """Return whether ``device`` has access to the memory. Without a pool the result is True."""
+        """Return whether ``device`` has access to the memory. This base class has no pool to ask, and returns True."""
         return True
 
 
@@ -194,7 +194,7 @@ class Buffer(Memory, Closes):
     _ptr: Any
     """``CUdeviceptr``; None once the memory was freed or shared."""
     shared: SharedState | None
-    """State of shared memory, which frees it; None if the memory is not shared."""
+    """State that frees the memory while the buffer is shared; None if the buffer is not shared."""
     _stream: Stream
 
     @property
@@ -223,7 +223,7 @@ class Buffer(Memory, Closes):
         address
             Address of the first byte: an integer or a ``CUdeviceptr``.
         nbytes
-            Size in bytes. The memory may consist of several adjacent mappings.
+            Size in bytes, or text such as ``"2MiB"``. The memory may consist of several adjacent mappings.
         owner
             The object that owns the memory. It is kept alive until the buffer is freed or dropped and the work of the
             stream is done; the buffer frees nothing. None: other code owns the memory, and keeps it as long as the
@@ -243,7 +243,10 @@ class Buffer(Memory, Closes):
         TypeError, ValueError
             ``address`` is not an address or not in CUDA memory, or the memory has fewer than ``nbytes`` bytes there. Or
             ``owner="this"`` is given, and ``address`` is not the beginning of an allocation, the memory is mapped, or a
-            buffer with ``owner="this"`` owns it already. A buffer of a pool is not recognised as the owner.
+            buffer with ``owner="this"`` owns it already. A buffer of a pool is not recognised as the owner. Or
+            ``owner`` is another text, or ``stream`` is not a stream of the driver.
+        ClosedError
+            ``stream`` was closed.
 
         Examples
         --------
@@ -333,12 +336,17 @@ class Buffer(Memory, Closes):
 
     @property
     def owner(self) -> object:
-        """The pool of the allocation; None for memory that this package did not allocate."""
+        """The pool of the allocation; None for memory that this package did not allocate. For a buffer of
+        :func:`streamalloc.allocate` the driver is asked (``cuPointerGetAttribute``), and ClosedError is raised once the
+        buffer was freed.
+        """
         return self._allocator.pool_of(self)
 
     @property
     def location(self) -> MemLocation:
-        """Location of the memory; :meth:`MemLocation.none` if the driver reports none."""
+        """Location of the memory; ``MemLocation.none()`` for managed memory without a preferred location, and if the
+        driver reports no location.
+        """
         return self._allocator.location
 
     @property
@@ -348,15 +356,15 @@ class Buffer(Memory, Closes):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the device of the buffer's stream has access to the memory of the pool. For memory of a graph it is
-        True.
+        """Whether the device of the buffer's stream has access to the pool's memory (``cuMemPoolGetAccess``). True for
+        memory of :meth:`GraphBuffer.add_to`, which has no pool.
         """
         return bool(self._allocator.reachable_from(self._stream.device))
 
     @property
     def freed(self) -> bool:
-        """Whether :meth:`free` was called and succeeded. The free of a shared buffer may still wait for other
-        processes.
+        """Whether the buffer was freed: by :meth:`free`, by :meth:`close`, or by the end of a ``with`` block. The
+        memory of a shared buffer may still wait for other processes.
         """
         return self._ptr is None and self.shared is None
 
@@ -366,7 +374,7 @@ class Buffer(Memory, Closes):
         still_imported: StillImported = _DEFER,
         timeout: float | None = None,
     ) -> None:
-        """Free the memory in stream order (``cuMemFreeAsync``). Earlier work may still use it, later work must not.
+        """Free the memory in stream order (``cuMemFreeAsync``). Earlier work may use the memory, later work must not.
 
         Parameters
         ----------
@@ -385,7 +393,7 @@ class Buffer(Memory, Closes):
         Raises
         ------
         ClosedError
-            The buffer was freed already, or its stream was closed: name another stream.
+            The buffer was freed already, or the stream of the free was closed: name another stream.
         CaptureError
             The stream is being captured, and the memory was not allocated in this capture. The capture stays valid.
         StillImportedError
@@ -415,9 +423,9 @@ class Buffer(Memory, Closes):
             raise self._not_freed(result, ordered, ptr, None)
 
     def free_on(self, ordered: Stream, handle: Any) -> None:
-        """Free the memory on ``ordered``, whose ``CUstream`` is ``handle``, even if other processes have the memory
-        open. Raises ClosedError if the memory was freed already. Raises CudaError if the driver refuses; the buffer
-        then keeps the memory.
+        """Free the memory on ``ordered``, whose ``CUstream`` is ``handle`` (``cuMemFreeAsync``), even if other
+        processes have the memory open. Raises ClosedError if the memory was freed already. Raises CudaError if the
+        driver refuses; the buffer then keeps the memory, unless the memory no longer exists.
         """
         ptr, shared = self._ptr, self.shared
         self._ptr = self.shared = None
@@ -635,7 +643,7 @@ class GraphBuffer(Buffer):
         after: Iterable[Any] = (),
         access: Iterable[Device] = (),
     ) -> GraphBuffer:
-        """Add an allocation to a graph that is built node by node, and return it (``cuGraphAddMemAllocNode``).
+        """Add an allocation to a graph that is built node by node, and return its buffer (``cuGraphAddMemAllocNode``).
 
         Nodes that use the memory must depend on :attr:`node`. Add such nodes by driver calls with :attr:`Graph.handle`,
         or by cuda.core.
@@ -643,7 +651,7 @@ class GraphBuffer(Buffer):
         Parameters
         ----------
         graph
-            The graph, for example of :meth:`Graph.create`. It is not instantiated yet.
+            The graph, for example of :meth:`Graph.create`. Add all nodes before the graph is instantiated.
         nbytes
             Size in bytes, at least 1.
         stream
@@ -651,13 +659,13 @@ class GraphBuffer(Buffer):
         after
             Nodes (``CUgraphNode``) of the graph that the allocation comes after.
         access
-            Devices that may use the memory, in addition to the device of ``stream``.
+            Devices that get read and write access to the memory, in addition to the device of ``stream``.
 
         Raises
         ------
         TypeError, ValueError
-            ``graph`` is not a :class:`Graph`, ``stream`` is not a stream, ``access`` names something that is not a
-            device, or one of them belongs to another driver.
+            ``graph`` is not a :class:`Graph`, ``nbytes`` is not a size, ``stream`` is not a :class:`Stream`, ``access``
+            names something that is not a device, or one of them belongs to another driver.
         InvalidValueError
             A node is of another graph, or the size is 0.
         ClosedError

@@ -1,7 +1,7 @@
 """Capabilities of a device that NVIDIA's documentation tells programs to query before they use the memory APIs.
 
-Each capability is a field of :class:`Capabilities` and a row of the printed table. The field names its device
-attribute, so a new capability needs only one new field.
+Each capability is a field of :class:`Capabilities` and a row of the printed table. A new capability that is a device
+attribute needs only one new field, which names the attribute.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Capabilities:
 
     :attr:`Device.supports` returns this object; ``python -m streamalloc info`` prints it.
 
-    Yes-or-no fields are bool; counts and the NUMA node are int. A field is None if the bindings or the driver do not
-    have its attribute.
+    Yes-or-no fields are bool; counts and the NUMA node are int. A field other than ``imex_channel`` is None if the
+    bindings or the driver do not have its attribute.
     """
 
     memory_pools: bool | None = _asks("MEMORY_POOLS_SUPPORTED", "stream-ordered pools in device memory")
@@ -116,7 +116,7 @@ def _attribute(session: Session, ordinal: int, name: str) -> int | None:
 
 def query_capabilities(session: Session, ordinal: int) -> Capabilities:
     """Query every capability of a device (``cuDeviceGetAttribute``). A capability is None if the bindings or the driver
-    do not have its attribute.
+    do not have its attribute. ``imex_channel`` is found by the permissions of the channels' files.
     """
     found: dict[str, Any] = {}
     for item in dataclasses.fields(Capabilities):

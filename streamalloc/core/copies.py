@@ -1,7 +1,8 @@
 """Fills and copies of memory, and batches of copies.
 
-Fills and single copies first try the plain case, which is one driver call without further checks: the memory's
-:attr:`MemoryBase._ptr` is set, and this thread may make a direct driver call on the stream (:meth:`Stream.ready`).
+The plain case is one driver call without further checks: a fill with a byte, or a copy of equal sizes on one device. It
+needs memory whose :attr:`MemoryBase._ptr` is set, and a stream on which this thread may make a direct driver call
+(:meth:`Stream.ready`).
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Copyable(MemoryBase):
         TypeError, ValueError
             ``value`` is of another type or does not fit ``width``, or the memory's size or address is not a multiple of
             the width. Or ``stream`` is not a stream of this driver.
-        ClosedError
-            The memory was freed, or the stream was closed.
+        ClosedError, EvictedError
+            The memory was freed or is evicted, or the stream was closed.
         """
         ptr = self._ptr
         if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
@@ -86,8 +87,7 @@ class Copyable(MemoryBase):
         bytes (``cuMemcpyAsync``, ``cuStreamSynchronize``).
 
         ``pickle.dumps(memory.tobytes())`` pickles the contents; :meth:`MemoryPool.to_device` copies such bytes to new
-        memory. Raises CaptureError while the stream is being captured; the capture is then invalid. Raises ClosedError
-        if the memory was freed or the stream closed.
+        memory. Errors as for :meth:`copy_to` and :meth:`Stream.synchronize`.
         """
         host, ordered = np.empty(self.nbytes, np.uint8), self._ordered_on(stream)
         Copyable.copy_to(self, host, ordered)
@@ -114,8 +114,10 @@ class Copyable(MemoryBase):
         TypeError, ValueError
             The target is not of these types, is read-only or not contiguous, or has another size. Or ``stream`` is not
             a stream of this driver.
-        ClosedError
-            This memory or the target was freed, or the stream was closed.
+        ClosedError, EvictedError
+            This memory or the target was freed or is evicted, or the stream was closed.
+        CaptureError, NotSupportedError
+            With ``options``, as for :func:`copy_batch`.
         """
         if options is not None:
             copy_batch(self._ordered_on(stream), [self], [target], options=options)
@@ -184,13 +186,14 @@ class CopySide:
 
     @classmethod
     def of(cls, other: object, session: Session, *, writable: bool = False) -> Self:
-        """Return a side of a copy: memory of this package, an array with ``__cuda_array_interface__``, or an object
-        with the buffer protocol. ``writable``: it is the target, otherwise the source.
+        """Return the side of a copy for ``other``: memory of this package, an array with ``__cuda_array_interface__``,
+        or an object with the buffer protocol. ``writable``: whether ``other`` is the target; otherwise it is the
+        source.
 
         Raises
         ------
         TypeError, ValueError
-            It is of another type, not contiguous, or of another driver; or it is read-only, and a target.
+            ``other`` is of another type, not contiguous, or of another driver; or it is a target and read-only.
         ClosedError, EvictedError
             The memory was freed, or is evicted.
         """
@@ -277,7 +280,8 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
 
 def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
     """Queue a copy of all bytes on ``stream`` (``cuMemcpyAsync``). If a device other than the stream's owns one of the
-    sides, the call is ``cuMemcpyPeerAsync``, which needs no peer access. Raises ValueError if the sizes differ.
+    sides, the call is ``cuMemcpyPeerAsync``, which needs no peer access. Raises ValueError if the sizes differ,
+    ClosedError if the stream was closed, and CudaError.
     """
     if target.nbytes != source.nbytes:
         raise ValueError(f"source has {source.nbytes} bytes and target {target.nbytes}: take a view of the larger one")
@@ -360,6 +364,13 @@ class CopyOptions:
     overlap_mode
         ``"prefer_overlap_with_compute"`` asks the driver to run the copy while kernels run; ``"default"`` asks for
         nothing.
+
+    Raises
+    ------
+    ValueError
+        ``src_access_order`` or ``overlap_mode`` is another text.
+    TypeError
+        A hint is neither a location nor None.
     """
 
     src_access_order: _Order = "stream"
@@ -412,8 +423,8 @@ def copy_batch(
     TypeError, ValueError
         The sequences have different lengths, are empty, or an entry cannot be copied; the message has its index. Or
         ``stream`` is not a stream of this driver, or is the legacy default stream.
-    ClosedError
-        The memory of an entry was freed, or the stream was closed.
+    ClosedError, EvictedError
+        The memory of an entry was freed or is evicted, or the stream was closed.
     CaptureError
         The stream is being captured; ``copy_to`` works there.
     NotSupportedError

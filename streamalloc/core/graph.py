@@ -72,7 +72,9 @@ class Graph(Closes):
 
     @property
     def complete(self) -> bool:
-        """Whether the graph can be launched: its capture has ended, and it was not closed."""
+        """Whether the graph can be launched. False before the end of the capture, after a failed capture, and after
+        :meth:`close`.
+        """
         return self._handle._raw is not None
 
     @property
@@ -139,7 +141,7 @@ class Graph(Closes):
         InvalidValueError
             Memory of an earlier launch is not freed, and the graph was instantiated without ``auto_free_on_launch``.
         ClosedError
-            The graph or the stream was closed, or the capture has not ended.
+            The graph or the stream was closed, or the capture has not ended or has failed.
         TypeError, ValueError
             ``stream`` is not a stream of this driver.
         """
@@ -177,7 +179,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
 
     If the block raises, the capture is ended, its graph is destroyed, and the exception propagates.
 
-    The steps of the begin, in this order:
+    The capture begins in these steps:
 
     1. The capture is added to ``captures`` of the deferred queue, under the lock ``beginning``. From then on no
        deferred item is attempted, and no thread makes a call that names the legacy stream or a whole context. Such a
@@ -293,11 +295,11 @@ class GraphMemoryStatistics(NamedTuple):
     reserved: int
     """Bytes reserved for graphs."""
     reserved_high: int
-    """Most bytes reserved since :meth:`GraphMemory.reset_peaks`."""
+    """Most bytes reserved since :meth:`GraphMemory.reset_peaks`, or else since the process began."""
     used: int
     """Bytes in use by graphs."""
     used_high: int
-    """Most bytes in use since :meth:`GraphMemory.reset_peaks`."""
+    """Most bytes in use since :meth:`GraphMemory.reset_peaks`, or else since the process began."""
 
 
 class GraphMemory:
@@ -326,7 +328,9 @@ class GraphMemory:
 
     @property
     def used_high(self) -> int:
-        """The most bytes in use since :meth:`reset_peaks`, or since the process began."""
+        """Most bytes in use since :meth:`reset_peaks`, or else since the process began
+        (``cuDeviceGetGraphMemAttribute``).
+        """
         return self._get("USED_MEM_HIGH")
 
     @property
@@ -336,7 +340,9 @@ class GraphMemory:
 
     @property
     def reserved_high(self) -> int:
-        """The most bytes reserved since :meth:`reset_peaks`, or since the process began."""
+        """Most bytes reserved since :meth:`reset_peaks`, or else since the process began
+        (``cuDeviceGetGraphMemAttribute``).
+        """
         return self._get("RESERVED_MEM_HIGH")
 
     def statistics(self) -> GraphMemoryStatistics:

@@ -66,8 +66,8 @@ class Memory(Copyable, Migrating):
 
     :class:`Buffer`, :class:`BufferView` and :class:`TypedView` show its use.
 
-    Every operation is queued on a stream: by default the memory's own :attr:`stream`. The host does not wait, with one
-    exception: for a copy into pageable host memory, the driver returns only after the copy.
+    Fills, copies and prefetches are queued on a stream: by default the memory's own :attr:`stream`. The host waits only
+    for a copy into pageable host memory, because the driver returns after this copy.
     """
 
     __slots__ = ()
@@ -79,7 +79,8 @@ class Memory(Copyable, Migrating):
     @overload
     def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]: ...
     def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]:
-        """Return a view of the memory as an array with a type and a shape, which other libraries then get, too.
+        """Return a view of the memory as an array with an element type and a shape. Exports of the view have this type
+        and shape.
 
         Parameters
         ----------
@@ -92,7 +93,8 @@ class Memory(Copyable, Migrating):
         Raises
         ------
         TypeError, ValueError
-            The elements hold Python objects, do not fill the memory exactly, or would not be aligned.
+            ``dtype`` is no NumPy type or has Python objects as elements. Or the elements do not fill the memory
+            exactly, or would not be aligned.
         ClosedError
             The memory was freed.
         """
@@ -144,8 +146,8 @@ class Memory(Copyable, Migrating):
         TypeError, ValueError
             The host cannot reach the memory, ``dtype`` is no type of elements without Python objects, or ``dtype`` and
             ``shape`` do not fit the size of the memory.
-        ClosedError
-            The memory was freed.
+        ClosedError, EvictedError
+            The memory was freed, or is evicted.
         """
         flat = self._on_host(ValueError).view(dtype)
         return flat if shape is None else flat.reshape(shape)
@@ -162,7 +164,7 @@ class Memory(Copyable, Migrating):
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """Return the memory as a numpy array. The bytes are copied only if ``copy`` is True or ``dtype`` needs it.
-        Raises ValueError if the host cannot access the memory.
+        Raises ValueError if the host cannot access the memory, or if ``copy`` is False and ``dtype`` needs a copy.
         """
         return np.array(self.as_array(), dtype=dtype, copy=copy)
 
@@ -175,6 +177,8 @@ class Memory(Copyable, Migrating):
         ------
         BufferError
             The host has no access, or a writable buffer was requested and the host has read access only.
+        ClosedError, EvictedError
+            The memory was freed, or is evicted.
         """
         view: memoryview = self._on_host(BufferError).data
         if flags & _WRITABLE and view.readonly:
@@ -184,7 +188,8 @@ class Memory(Copyable, Migrating):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3 of the CUDA array interface, as an array of bytes. Other code must order its work after
-        :attr:`stream`.
+        :attr:`stream`. Raises AttributeError if devices cannot access the memory, ClosedError if it was freed, and
+        EvictedError if it is evicted.
         """
         ptr = self._ptr
         if ptr is not None:
@@ -209,7 +214,8 @@ class Memory(Copyable, Migrating):
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """Version 3 of numpy's array interface, by which ``numpy.asarray`` makes an array of host memory without a
-        copy.
+        copy. Raises AttributeError if the host cannot access the memory, ClosedError if it was freed, and EvictedError
+        if it is evicted.
         """
         self.check_usable()
         if not self.host_accessible:
@@ -247,6 +253,10 @@ class Memory(Copyable, Migrating):
         ------
         BufferError
             The memory cannot be read, or ``dl_device`` or ``copy`` would need a copy.
+        TypeError, ValueError
+            ``stream`` is not an integer, or is 0.
+        ClosedError, EvictedError
+            The memory was freed, or is evicted.
         """
         if stream and dl_device is None and not copy:
             ptr = self._ptr
@@ -494,8 +504,8 @@ class TypedView(BufferView, Generic[ScalarT]):
         TypeError, ValueError
             ``dtype`` cannot hold the value, such as 300 in ``uint8`` or 0.5 in ``int32``. Or ``width`` was given, or
             ``stream`` is not a stream of this driver.
-        ClosedError
-            The memory was freed, or the stream was closed.
+        ClosedError, EvictedError
+            The memory was freed or is evicted, or the stream was closed.
         """
         if width is not None:
             raise TypeError(f"width={width!r}: elements of {self.dtype} have one; .bytes.fill takes a width")
@@ -596,14 +606,14 @@ class TypedView(BufferView, Generic[ScalarT]):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3 of the CUDA array interface, with this type and shape. Other code must order its work after
-        :attr:`stream`.
+        :attr:`stream`. Errors as for :class:`Memory`, and AttributeError for a type that has no name in the interface.
         """
         return super().__cuda_array_interface__ | self._interface_type()
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """Version 3 of numpy's array interface, by which ``numpy.asarray`` makes an array of host memory without a
-        copy.
+        copy. Errors as for :class:`Memory`, and AttributeError for a type that has no name in the interface.
         """
         return super().__array_interface__ | self._interface_type()
 

@@ -24,7 +24,9 @@ kinds: set[type] = set()
 
 
 class MemoryBase(Shareable, Shown, abc.ABC):
-    """A range of bytes, without fills, copies and exports."""
+    """Base class of memory: a range of bytes with address, size, location and stream, without fills, copies and
+    exports.
+    """
 
     __slots__ = ()
 
@@ -61,7 +63,9 @@ class MemoryBase(Shareable, Shown, abc.ABC):
     @property
     @abc.abstractmethod
     def location(self) -> MemLocation:
-        """Location of the memory: a device, the host, or a NUMA node."""
+        """Location of the memory: a device, the host, or a NUMA node. ``MemLocation.none()`` for managed memory without
+        a preferred location, and if the location is not known.
+        """
 
     @property
     @abc.abstractmethod
@@ -225,7 +229,9 @@ class MemRangeAttributes(NamedTuple):
 
 
 class Migrating(MemoryBase):
-    """Memory with operations for managed memory. These methods raise ``ValueError`` if the memory is not managed."""
+    """Memory with operations for managed memory. All of them raise ValueError if the memory is not managed, and
+    ClosedError if it was freed.
+    """
 
     __slots__ = ()
 
@@ -241,8 +247,11 @@ class Migrating(MemoryBase):
 
         Raises
         ------
-        ValueError
-            The memory is not managed, or its driver does not have the device.
+        TypeError, ValueError
+            The memory is not managed, or ``location`` is not such a location of its driver. Or ``stream`` is not a
+            stream of this driver.
+        ClosedError
+            The memory was freed, or the stream was closed.
         """
         self._check_managed()
         place, ordered = self._known("location", location).to_driver(), self._ordered_on(stream)
@@ -254,8 +263,8 @@ class Migrating(MemoryBase):
         """Discard the contents of managed memory in stream order, so that they are not migrated later
         (``cuMemDiscardBatchAsync``).
 
-        Until the memory is written, reads return indeterminate values. ``stream`` and errors as for :meth:`prefetch`;
-        the legacy default stream is refused with ``ValueError``.
+        Until the memory is written, reads return indeterminate values. ``stream`` and errors as for :meth:`prefetch`.
+        Also raises ValueError for the legacy default stream, and NotSupportedError if the bindings are older than 13.0.
         """
         discard_batch(stream or self.stream, [self])
 
@@ -280,8 +289,10 @@ class Migrating(MemoryBase):
         Raises
         ------
         TypeError, ValueError
-            The memory is not managed, ``location`` is missing or superfluous, or ``advice`` does not take such a
-            location.
+            The memory is not managed, ``advice`` is not a :class:`MemAdvise` or does not take such a location, or
+            ``location`` is missing or superfluous.
+        ClosedError
+            The memory was freed.
         """
         self._check_managed()
         checked_type("advice", advice, MemAdvise)
@@ -301,6 +312,8 @@ class Migrating(MemoryBase):
         ------
         ValueError
             The memory is not managed.
+        ClosedError
+            The memory was freed.
         """
         self._check_managed()
         if not self.nbytes:
@@ -385,9 +398,12 @@ def prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: 
     ------
     TypeError, ValueError
         A memory is not managed, ``memories`` is empty, the memories are of several drivers, the stream is the legacy
-        default stream, or the number of locations differs.
+        default stream or not a stream of their driver, ``location`` is not such a location, or there are more or fewer
+        locations than memories.
     ClosedError
         A memory was freed, or the stream was closed.
+    NotSupportedError
+        The bindings are older than 13.0.
     """
     _queue_batch("cuMemPrefetchBatchAsync", stream, memories, location)
 
@@ -453,8 +469,8 @@ def _place(kind: Any, number: Any) -> MemLocation | None:
 
 
 def refuse_legacy(stream: Stream, call: str) -> None:
-    """Raise ValueError if ``stream`` is the legacy default stream, which batched driver calls refuse. ``call``: name of
-    the driver function, for the message.
+    """Raise ValueError if ``stream`` is the legacy default stream, which batched driver calls refuse, and ClosedError
+    if ``stream`` was closed. ``call``: name of the driver function, for the message.
     """
     if int(stream.checked_raw()) in (0, LEGACY):
         raise ValueError(f"stream={stream!r}: {call} refuses the legacy default stream; name another one")

@@ -197,8 +197,8 @@ class MemLocation:
     Attributes
     ----------
     type
-        Kind of location: a device, the host, one NUMA node of the host, or none (managed memory without a preferred
-        location).
+        Kind of location: a device, one locality domain of a device, the host, one NUMA node of the host, or none
+        (managed memory without a preferred location).
     id
         The device ordinal or NUMA node number; 0 if the type needs no number. The driver reports -2 for a device that
         is visible only to another process, for example because of ``CUDA_VISIBLE_DEVICES``. The type may then be
@@ -233,7 +233,9 @@ class MemLocation:
 
     @classmethod
     def device(cls, ordinal: int) -> Self:
-        """Return the location of one GPU's memory, by the GPU's ordinal. That the GPU exists is not checked."""
+        """Return the location of one GPU's memory, by the GPU's ordinal. That the GPU exists is not checked. Raises
+        TypeError if ``ordinal`` is not an integer, and ValueError if it is negative.
+        """
         return cls(MemLocationType.DEVICE, ordinal)
 
     @classmethod
@@ -243,7 +245,9 @@ class MemLocation:
 
     @classmethod
     def host_numa(cls, node: int) -> Self:
-        """Return the location of the memory of one NUMA node of the host, by the node's number."""
+        """Return the location of the memory of one NUMA node of the host, by the node's number. Errors as for
+        :meth:`device`.
+        """
         return cls(MemLocationType.HOST_NUMA, node)
 
     @classmethod
@@ -262,7 +266,9 @@ class MemLocation:
         return self.type in (MemLocationType.HOST, MemLocationType.HOST_NUMA, MemLocationType.HOST_NUMA_CURRENT)
 
     def to_driver(self) -> Any:
-        """Return a ``CUmemLocation`` with this location."""
+        """Return a ``CUmemLocation`` with this location. Raises NotSupportedError if the bindings lack the location
+        type.
+        """
         struct = cuda.CUmemLocation()
         if self.type is MemLocationType.NONE:
             # Bindings 12.9 have no CU_MEM_LOCATION_TYPE_NONE. The type of a new struct is already 0, the value of that
