@@ -3,8 +3,8 @@ nothing.
 
 Each allocator has two bound functions, one to allocate and one to free. While the allocator has watchers, these are the
 methods of a :class:`Tap`, which make the same driver calls and notify the watchers. Without watchers they are the
-driver's own functions. A cache (:mod:`streamalloc.pool.cache`) gives memory of its free lists without a driver call, so
-it does not use the free lists while it has watchers.
+driver's own functions. A cache (:mod:`streamalloc.pool.cache`) serves requests from its free lists without a driver
+call, so a cache notifies its watchers itself.
 
 Finalisers also free memory and notify watchers. So a watcher's ``freed`` only records the event and returns.
 """
@@ -26,15 +26,13 @@ from streamalloc.driver.internal import RLock
 
 
 class Watcher(Protocol):
-    """Receiver of notifications of allocations and frees. For mappings of virtual memory the argument ``allocator`` is
-    None.
-    """
+    """Receiver of notifications of allocations and frees, such as an observer. :meth:`Watching.add` adds it."""
 
     def wants(self, allocator: Any, /) -> bool:
         """Return whether this watcher is to be notified of the calls of ``allocator``."""
 
     def asked(self, allocator: Any, nbytes: int, /) -> None:
-        """Called before the driver allocates ``nbytes`` bytes. An exception goes to the caller of the allocation."""
+        """Called before ``allocator`` allocates ``nbytes`` bytes. An exception goes to the caller of the allocation."""
 
     def allocated(self, allocator: Any, address: int, nbytes: int, stream: Any, /) -> None:
         """Called after ``allocator`` has allocated ``nbytes`` bytes at ``address`` on ``stream`` (``CUstream``). If
@@ -47,8 +45,9 @@ class Watcher(Protocol):
         """
 
     def freed(self, address: int, stream: Any, /) -> None:
-        """Called before the memory at ``address`` is freed on ``stream`` (``CUstream``). The memory may have been
-        allocated before the watcher was added. Finalisers call this method, so it takes no lock and never raises.
+        """Called before the memory at ``address`` is freed on ``stream`` (``CUstream``; None for the stream of the
+        allocation). The memory may have been allocated before the watcher was added. Finalisers call this method, so it
+        takes no lock and never raises.
         """
 
     def free_failed(self, address: int, /) -> None:
@@ -62,10 +61,10 @@ class Watcher(Protocol):
         """
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None, /) -> list[str]:
-        """Return text lines for an error message: live allocations in ``location``, by line of the program. Makes no
-        driver call.
+        """Return texts for an error message about live allocations in ``location``, one for each line of the program.
+        Makes no driver call.
 
-        ``allocators`` limits the lines to allocations of these pools and of caches over these pools; None for all.
+        ``allocators`` limits the texts to allocations of these pools and of caches over these pools; None for all.
         """
 
 
@@ -207,7 +206,9 @@ class Watching:
                 self._watch(allocator)
 
     def allocators(self) -> list[Any]:
-        """Return the live allocators of the driver: pools, caches, and the objects for the devices' current pools."""
+        """Return the existing allocators of the driver: pools, caches, allocators outside of pools, and those of the
+        devices' current pools.
+        """
         return [one for one in members(self._session.bound) if hasattr(one, "_watched_by")]
 
     def _watch(self, allocator: Any) -> None:
@@ -219,7 +220,7 @@ watching_of: PerDriver[Watching] = PerDriver(Watching)
 
 
 def holders(session: Session, location: MemLocation, allocators: Collection[object] | None = None) -> tuple[str, ...]:
-    """Return the text lines of all watchers about live allocations in a location, for an out-of-memory error.
+    """Return the texts of all watchers about live allocations in a location, for an out-of-memory error.
 
     ``allocators``: see :meth:`Watcher.holders`.
     """

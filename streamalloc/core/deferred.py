@@ -8,9 +8,9 @@ multicast objects, which must be released in a certain order, are one item per d
 **Why finalisers only hand in.** The garbage collector runs finalisers between any two lines of any thread, also while
 that thread holds our locks or a lock of the driver. A finaliser that took a lock could wait for its own thread for
 ever. A finaliser that waited for a stream could stop the thread that is about to queue what the stream waits for. So a
-finaliser appends its item to a deque, which is one atomic step, and returns. It makes at most one driver call itself:
-the free of a buffer, or the end of an event or a stream, which waits for nothing and needs no state of ours. Some
-finalisers do more:
+finaliser appends its item to a deque, which is one atomic step, and returns. It makes at most one release itself: it
+frees the memory of a buffer, or ends an event or a stream. Such a release waits for nothing and needs no state of ours.
+Some finalisers do more:
 
 * The finaliser of a stream asks whether the stream's work is done. If not, it records an event after that work.
 * The finaliser of a control block (:mod:`streamalloc.ipc.wire.control_block`) has a new thread attempt the release.
@@ -24,11 +24,13 @@ is held during an attempt: it calls the driver, and may drop the last reference 
 more.
 
 **Why at named points only.** An attempt may take time. Users pay for it only in calls that wait anyway, or that need
-the memory. Each such step of the code is called a point of work:
+the memory. Such a call is a point of work. Items are attempted mainly when:
 
 * the host has synchronised with a stream or an event;
 * the host has synchronised with a device: then the items of all drivers are attempted, also of dropped ones;
-* a pool, physical memory or a range of addresses is made, and memory has run out;
+* a pool, physical memory or a range of addresses is made;
+* memory has run out;
+* a pool is trimmed or closed, or the default or current pool of a location is looked up;
 * statistics are read: of a pool, of a device's memory;
 * pages of an arena are released, or committed while the arena has no memory left;
 * an object is shared, opened, lent to a library or borrowed from one, or such an object is closed;
@@ -187,11 +189,12 @@ class DeferredQueue:
         return any(self.captures.values())
 
     def beside_captures(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager in which unsafe calls invalidate no capture that this package makes on another
-        thread. Without such a capture in the mode ``"global"`` it does nothing.
+        """Return a context manager in which calls of this thread, such as ``cuMemFree``, invalidate no capture that
+        this package makes on another thread. It does nothing if no other thread makes such a capture in the mode
+        ``"global"``.
 
-        On the thread that captures it does nothing, too: the driver checks that thread's calls by the mode that its
-        program chose.
+        It also does nothing on a thread that captures in this mode: the driver checks the thread's calls by the mode
+        that its program chose.
         """
         forbidding = {*self.captures.values(), 0} if self.captures else ()
         others = len(forbidding) > 1 and threading.get_ident() not in forbidding

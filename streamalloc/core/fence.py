@@ -2,15 +2,15 @@
 do:
 
 ===============================  ===================================================================================
-may                              takes
+the code may                     it calls
 ===============================  ===================================================================================
-ask, and come again              :class:`Fence` ``.done()``: deferred items, which must not wait
+ask now, and again later         :class:`Fence` ``.done()``: deferred items, which must not wait
 have a stream wait               :class:`Fence` ``.precede(stream)``
-wait on the host                 :class:`Fence` ``.synchronize()``; :func:`await_device` for streams that nobody
-                                 knows; :func:`all_work` if an event will do
+wait on the host                 :class:`Fence` ``.synchronize()``; :func:`await_device` for all streams of a device;
+                                 :func:`all_work` if an event of them will do
 queue work after one stream      :func:`ordered_after`, even if the stream is closed, or of another thread;
                                  :func:`in_order_of`, if it is open
-record an event, or nothing      :func:`record_uncaptured`, :func:`queue_if_allowed`: beside captures by other code
+record an event, or do nothing   :func:`record_uncaptured`, :func:`queue_if_allowed`: beside captures by other code
 ===============================  ===================================================================================
 
 None of these calls invalidates a capture, with one exception: :func:`all_work` may invalidate captures by other code,
@@ -86,8 +86,8 @@ class Fence:
         The session of the streams' driver.
     ends
         Events and streams; None for all known streams. Known streams are those of :meth:`Device.create_stream`, also
-        closed and dropped ones, default streams that were used, and streams of other libraries while their objects
-        live.
+        closed and dropped ones; the default streams that were used, of the per-thread ones only those of the calling
+        thread; and streams that objects of other libraries own (:attr:`LibraryStream.owned`).
     without
         Events and streams to leave out.
     in_item
@@ -133,8 +133,8 @@ class Fence:
                 self._recorded()
 
     def done(self) -> bool:
-        """Return whether the work is done, without waiting. If it is done, the host has also synchronised with it, so
-        that pools can reuse the memory of the frees in it.
+        """Return whether the work is done, without waiting. If the work is done, the host has also synchronised with
+        it, so that pools can reuse the memory of the frees in it. Raises CudaError if the driver refuses a call.
         """
         if self.queueing:
             return False
@@ -147,12 +147,15 @@ class Fence:
             return not left
 
     def synchronize(self) -> None:
-        """Block the host until the work is done, except the work of streams that are being captured.
+        """Block the host until the work is done, except the work of streams that are being captured or that their
+        libraries have closed.
 
         Raises
         ------
         InUseError
             A signal handler called this on the thread that is still queueing the work.
+        CudaError
+            The driver refused a call.
         """
         if self.queueing == threading.get_ident():
             raise InUseError("a signal handler has interrupted a call that queues this work, on its thread")
@@ -174,6 +177,8 @@ class Fence:
             One of the streams is being captured.
         NotReadyError
             One of the streams was closed by its library, and the device was not synchronised since then.
+        ClosedError
+            ``stream`` was closed.
         """
         for end in self._recorded():
             if not isinstance(end, Event):
@@ -264,7 +269,7 @@ def all_work(device: Device) -> tuple[Event, ...]:
 
     The driver call invalidates every capture in the context. So while this package captures a stream, or other code
     captures a stream that this package knows, the host waits for the work instead, and the tuple is empty. If the host
-    has to wait anyway, call :func:`await_device` instead: it invalidates no capture at all.
+    has to wait anyway, call :func:`await_device` instead: it invalidates no capture at all. Raises CudaError.
     """
     session = device._session
     queue = deferred_queue(session)
@@ -400,8 +405,9 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
 
 def in_order_of(stream: Stream, act: Callable[[Stream], T]) -> T:
     """Call ``act``, which ends a use of memory, with ``stream``, which has used the memory, and return the result of
-    ``act``. If ``stream`` is the per-thread default stream of another thread, ``act`` gets the legacy stream instead
-    (:func:`ordered_after`): on this thread, the handle names another stream, whose work does not come after the use.
+    ``act``. If ``stream`` is the per-thread default stream of another thread, ``act`` gets the legacy stream instead,
+    and errors are raised as by :func:`ordered_after`. The reason: on this thread, the handle names another stream,
+    whose work does not come after the use.
     """
     return act(stream) if stream is stream.of_this_thread() else ordered_after(stream, act)
 
@@ -417,8 +423,8 @@ def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool
 
 
 def await_closed(stream: Stream) -> None:
-    """If the library of ``stream`` has closed it, block the host until its work is done (:func:`await_device`). For
-    other streams, return at once. Raises CudaError.
+    """If the library of ``stream`` has closed the stream, block the host until the stream's work is done
+    (:func:`await_device`). For other streams, return at once. Raises CudaError.
     """
     if _may_work(stream):
         await_device(stream._session, stream.device.ordinal)
@@ -432,8 +438,8 @@ def await_closed_streams(session: Session) -> None:
 
 def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stream], T]) -> T:
     """Call ``act`` with a new stream of ``device`` that is ordered after ``last``, the list of an ended stream
-    (:attr:`Stream.last`). If it is empty, the new stream is ordered after all known streams. Raises CaptureError,
-    NotReadyError.
+    (:attr:`Stream.last`), and return the result of ``act``. If the list is empty or its event was closed, the new
+    stream is ordered after all known streams. Raises the errors of :meth:`Fence.precede`.
     """
 
     def after_its_work(substitute: Stream) -> T:

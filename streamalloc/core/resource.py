@@ -1,5 +1,5 @@
 """Base classes of owners of driver resources, and :class:`Fd`, the owner of a file descriptor. Such owners refuse
-copies, end with a ``with`` block, and can be pickled only for multiprocessing.
+copies, are closed at the end of a ``with`` block, and can be pickled only for multiprocessing.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def _called_by_multiprocessing(caller: types.FrameType) -> bool:
 
 
 class Shareable(Unique):
-    """Object that other processes may use."""
+    """Base class of objects that other processes can open, such as memory, pools and events."""
 
     __slots__ = ()
 
     def handles(self, **options: Any) -> RawHandles:
-        """Return the driver's handles, for programs without this package, as :func:`streamalloc.ipc.raw_handles` does.
-        ``options`` are its keyword arguments; errors are its errors, too.
+        """Return the driver's handles, for programs without this package. Equivalent to
+        ``streamalloc.ipc.raw_handles(self, **options)``, with the same errors.
         """
         found: RawHandles = above.raw_handles(self, **options)
         return found
@@ -167,7 +167,7 @@ class RawHandles(NamedTuple):
     objects.
     """
     sizes: tuple[int, ...] = ()
-    """Size in bytes of each chunk, or of the allocation."""
+    """Size in bytes of each chunk, or of the allocation. Empty for a pool and for an event."""
     offset: int = 0
     """Bytes from the beginning of the first chunk or of the allocation to the memory."""
     nbytes: int = 0

@@ -141,12 +141,14 @@ class Session(_Direct):
 
     @staticmethod
     def of(driver: Driver) -> Session:
-        """The session of ``driver``: the same object each time for the same driver.
+        """Return the session of ``driver``: the same object at each call for the same driver.
 
         Raises
         ------
         TypeError
             ``driver`` is not a driver.
+        CudaError
+            The driver cannot be initialised (``cuInit``).
         """
         if not callable(getattr(driver, "cuInit", None)):
             raise TypeError(f"driver must have the functions of cuda.bindings.driver, which {driver!r} does not")
@@ -181,7 +183,7 @@ class Session(_Direct):
         CudaError
             The driver returned an error; :mod:`streamalloc.core.errors` has the class for each.
         NotSupportedError
-            The bindings do not have the function.
+            The bindings or the installed driver do not have the function.
         ForkedProcessError
             This process is a forked child of the one that opened the driver.
         """
@@ -219,7 +221,8 @@ class Session(_Direct):
         """Call driver function ``name``, which ends the handle in ``owner._raw``, at most once.
 
         The attribute is cleared right before the call, so that no other thread or finaliser ends the handle again. If
-        the driver refuses, the handle is restored unless it is gone (:func:`~streamalloc.core.errors.is_gone`).
+        the driver refuses, the handle is restored unless it is gone (:func:`~streamalloc.core.errors.is_gone`). Raises
+        the errors of :meth:`call`.
         """
         function = self._function(name)
         with self.beside_captures():
