@@ -19,7 +19,7 @@ class GrantsAccess(Allocator):
     """Whether the pool was closed."""
 
     def checked_raw(self) -> Any:
-        """Return the ``CUmemoryPool``. Raises :class:`ClosedError`."""
+        """Return the ``CUmemoryPool``. Raises :class:`ClosedError` if the pool was closed."""
         if self.closed:
             raise ClosedError(f"{self!r} was closed")
         return self._raw
@@ -33,9 +33,10 @@ class GrantsAccess(Allocator):
     @property
     def peers(self) -> frozenset[Device]:
         """Devices with access to the pool's memory, without the device that the memory is on (``cuMemPoolGetAccess``).
+        Raises ClosedError if the pool was closed.
 
         Assign devices or ordinals to grant access to exactly these devices, and to revoke the access of all others
-        (``cuMemPoolSetAccess``). Errors as for :meth:`set_access`.
+        (``cuMemPoolSetAccess``). The errors of an assignment are those of :meth:`set_access`.
         """
         others = (one for one in Device.all(self._session.driver) if one.location != self.location)
         return frozenset(one for one in others if self.access(one) is not MemAccess.NONE)
@@ -59,8 +60,8 @@ class GrantsAccess(Allocator):
         Parameters
         ----------
         who
-            One or several devices, their ordinals, or locations. First ``cuDeviceCanAccessPeer`` is called for each
-            device.
+            One or several devices, their ordinals, or locations. If the pool is in device memory,
+            ``cuDeviceCanAccessPeer`` is called first for each device.
         access
             READWRITE or NONE. Drivers refuse READ for pools.
 
@@ -70,6 +71,8 @@ class GrantsAccess(Allocator):
             A device cannot access the memory of the pool's device.
         NotSupportedError
             The driver does not grant this access: READ, or the host on device memory.
+        InvalidDeviceError
+            NONE was given for the device that the memory is on, whose access cannot be revoked.
         TypeError, ValueError
             ``who`` names no location of the driver, or ``access`` is not a :class:`MemAccess`.
         ClosedError
@@ -84,7 +87,7 @@ class GrantsAccess(Allocator):
 
     def access(self, who: Device | MemLocation | int) -> MemAccess:
         """Return the permission of ``who``, a device or the host, to use the pool's memory (``cuMemPoolGetAccess``).
-        Raises ClosedError, and TypeError or ValueError if ``who`` is no location of the driver.
+        Raises ClosedError if the pool was closed, and TypeError or ValueError if ``who`` is no location of the driver.
         """
         self.checked_raw()
         location = self._location_of(who, check_peer=False)

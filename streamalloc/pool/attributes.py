@@ -89,9 +89,9 @@ class PoolAttributes:
     """The attributes of one pool (``cuMemPoolGetAttribute``, ``cuMemPoolSetAttribute``).
 
     If the installed bindings or the driver do not have an attribute, a read raises :class:`NotSupportedError`, which
-    says what is needed. The three ``reuse_`` attributes and :attr:`release_threshold` can be assigned; an assignment to
-    another attribute raises ``AttributeError``. A closed pool raises :class:`ClosedError`. Iteration yields the name
-    and value of every attribute that can be read.
+    says what is needed. The three ``reuse_`` attributes and :attr:`release_threshold` can be assigned, and raise
+    TypeError or ValueError for a wrong value. An assignment to another attribute raises ``AttributeError``. A closed
+    pool raises :class:`ClosedError`. Iteration yields the name and value of every attribute that can be read.
     """
 
     __slots__ = ("_pool",)
@@ -108,8 +108,8 @@ class PoolAttributes:
     reuse_allow_internal_dependencies: Switch = Switch(bool)
     """Whether the driver makes the allocating stream wait for a free on another stream if the pool cannot grow."""
     release_threshold: Size = Size(int)
-    """Bytes that the pool keeps when the host synchronises. The pool then releases unused memory above this number. The
-    driver's default is 0; the largest value, ``2**64 - 1``, keeps everything.
+    """Bytes that stay reserved when the host synchronises: the pool then releases its unused memory above this number.
+    The driver's default is 0; the largest value, ``2**64 - 1``, keeps everything.
     """
     reserved_mem_current: Attribute[int] = Attribute(int)
     """Bytes of device or host memory that the pool has reserved, in use or not."""

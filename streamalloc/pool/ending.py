@@ -34,9 +34,9 @@ class KnownPools:
         self.alive: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
         """Pool objects by driver handle."""
         self.current: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
-        """Allocators that use the current pool of a device, by device ordinal."""
+        """Allocators of :func:`streamalloc.allocate`, which use the current pool of a device, by device ordinal."""
         self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Caches over any of the pools, which release its memory before it ends."""
+        """Caches over these pools. The close of a pool closes its caches, so that they return their memory."""
         self.closed: set[int] = set()
         """Driver handles of closed pools that are not destroyed yet."""
 

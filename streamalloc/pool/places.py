@@ -19,7 +19,7 @@ _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
 class Address(NamedTuple):
-    """The attributes of one address. An attribute that the driver refuses to read is 0."""
+    """The attributes of one address, ``number``. An attribute that the driver refuses to read is 0."""
 
     session: Session
     number: int

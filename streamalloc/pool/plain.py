@@ -306,8 +306,9 @@ class PlainBuffer(Buffer):
 
     @property
     def owner(self) -> object:
-        """Object that owns the memory, or the allocator that allocated it. None if there is no such object, and after
-        the memory was released.
+        """Object that owns the memory, or the allocator that allocated it; None if there is no such object. The
+        reference to the owner of :meth:`Buffer.from_handle` is dropped once the buffer was freed and the stream's work
+        is done: then it is None.
         """
         return self._end.owner
 
@@ -328,7 +329,9 @@ class PlainBuffer(Buffer):
         self, stream: StreamLike | None = None, still_imported: StillImported = "defer", timeout: float | None = None
     ) -> None:
         """End the use of the memory after the work of ``stream`` (default: the buffer's own). If this buffer owns the
-        memory, the memory is freed; otherwise the reference to the owner is dropped. Errors as for :meth:`Buffer.free`.
+        memory, the host waits for that work and frees the memory (``cuMemFree``, ``cuMemFreeHost``), or the function of
+        a :class:`CallbackAllocator` is called. Otherwise the reference to the owner is dropped once the work is done.
+        Errors as for :meth:`Buffer.free`.
         """
         self._free_checked(stream, still_imported, timeout)
 
@@ -400,11 +403,14 @@ class _Source(Allocator):
         Raises
         ------
         OutOfMemoryError
-            There is no memory.
+            There is not enough memory.
         CaptureError
-            The stream is being captured.
+            The stream is being captured. Or this thread captures another stream in a mode other than ``"relaxed"``; the
+            capture is then invalid.
         TypeError, ValueError
-            ``nbytes`` is not a size, or ``stream`` is not a stream.
+            ``nbytes`` is not a size or is 0, or ``stream`` is not a stream of this driver.
+        ClosedError
+            ``stream`` was closed.
         """
         size, ordered = checked_size("nbytes", nbytes), as_stream(stream, self._session)
         if not size:
@@ -524,7 +530,7 @@ class PlainMemory(_Source):
             The memory is host or managed memory.
         InvalidValueError
             A size is 0, or ``element`` is not 4, 8 or 16.
-        OutOfMemoryError, CaptureError
+        OutOfMemoryError, CaptureError, TypeError, ClosedError
             As for :meth:`allocate`.
         """
         if self.location.on_host or self.managed:

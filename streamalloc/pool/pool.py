@@ -77,9 +77,10 @@ POOL_STEP = 32 << 20
 class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     """A pool of stream-ordered memory (``cuMemPoolCreate``).
 
-    A pool that this constructor made is destroyed after the object was closed or dropped, once all its allocations are
-    freed (``cuMemPoolDestroy``). Until then the allocations stay usable. Pools of :meth:`default` and :meth:`current`
-    that belong to the driver or to other code are never destroyed: :meth:`close` does nothing to them.
+    A pool that this object owns (:attr:`owned`) is destroyed after the object was closed or dropped, once all
+    allocations of the pool are freed (``cuMemPoolDestroy``). Until then the allocations stay usable. Pools of
+    :meth:`default` and :meth:`current` that belong to the driver or to other code are never destroyed: :meth:`close`
+    does nothing to them.
 
     Examples
     --------
@@ -124,6 +125,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         An argument breaks a documented rule, or names a device that the driver does not have.
     NotSupportedError
         The device, the driver or the bindings cannot make such a pool. The message says what is needed.
+    OutOfMemoryError
+        There is not enough memory for ``initial_size``.
     """
 
     __slots__ = ("_end", "_on_oom", "_owner", "allocation_type", "name", "properties")
@@ -287,17 +290,17 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
             constructor made.
         location
             The location of the memory. By default the driver is asked (``cuMemPoolGetAttribute``,
-            ``cuMemPoolGetAccess``). Name the location if several devices have access and the driver is older than CUDA
-            13.1, or if the NUMA node of host memory matters: the driver then does not report it.
+            ``cuMemPoolGetAccess``). Drivers older than CUDA 13.1 do not report it: then name the location if several
+            devices have access, or if the NUMA node of host memory matters.
         driver
             The driver to use; default: the result of :func:`streamalloc.driver.default`.
 
         Raises
         ------
         TypeError, ValueError
-            ``raw`` is not a handle, or an object of this process owns the pool. Or the location is not known, or
-            differs from the location that the driver reports. Or ``owner="this"`` is given for a default pool, which
-            cannot be destroyed.
+            ``raw`` is not a handle, ``owner`` is another text, or an object of this process owns the pool. Or the
+            location is not known, or differs from the location that the driver reports. Or ``owner="this"`` is given
+            for a default pool, which cannot be destroyed.
         ClosedError
             The pool was closed in this process.
         InvalidValueError
@@ -384,7 +387,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     def statistics(self) -> PoolStatistics:
         """Return the bytes reserved and used, now and at most since :meth:`reset_peaks` (``cuMemPoolGetAttribute``).
 
-        The deferred releases that are possible now are made first. Raises ClosedError.
+        The deferred releases that are possible now are made first. Raises ClosedError if the pool was closed. Raises
+        CaptureError if this thread captures a stream in a mode other than ``"relaxed"``; the capture is then invalid.
         """
         session = self._session
         work(session)
@@ -411,8 +415,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
         Raises
         ------
-        TypeError, ValueError, ClosedError
-            ``keep`` is not a size, or the pool was closed.
+        TypeError, ValueError, ClosedError, CaptureError
+            ``keep`` is not a size, the pool was closed, or a capture forbids the call (:meth:`statistics`).
         """
         keep = checked_size("keep", keep)
         work(self._session)
@@ -437,7 +441,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         (``cuDeviceSetMemPool``, ``cuMemSetMemPool``).
 
         The call takes effect at once. The end of ``with pool.make_current():`` makes the earlier pool current again, or
-        the default pool if the earlier one was closed meanwhile. Raises ClosedError.
+        the default pool if the earlier one was closed meanwhile. Raises ClosedError if the pool was closed, and
+        NotSupportedError for bindings without the function.
         """
         self.checked_raw()
         previous = MemoryPool._existing("", self.location, self.allocation_type, self._session.driver)
@@ -545,7 +550,7 @@ class MadeCurrent(Leaves):
 
 
 class CurrentPool(Allocator):
-    """Allocator of the pool that is current at each allocation (``cuMemAllocAsync``)."""
+    """Allocator that uses the pool that is current on its device at each allocation (``cuMemAllocAsync``)."""
 
     alloc_name = "cuMemAllocAsync"
 
@@ -561,7 +566,7 @@ class CurrentPool(Allocator):
     @staticmethod
     def of(device: Device) -> CurrentPool:
         """Return the allocator that uses the pool that is current on ``device`` at each allocation: the same object as
-        long as it exists. Raises ForkedProcessError.
+        long as it exists. Raises ForkedProcessError in a forked child.
         """
         current = pools_of(session_for(device, None)).current
         found = current.get(device.ordinal)
@@ -607,7 +612,7 @@ def allocate(nbytes: int | str, stream: StreamLike) -> Buffer:
 
     Raises
     ------
-    OutOfMemoryError, NotSupportedError, TypeError, ValueError, ClosedError
+    OutOfMemoryError, NotSupportedError, CaptureError, TypeError, ValueError, ClosedError
         As for :meth:`MemoryPool.allocate`.
     """
     if not isinstance(stream, Stream):
@@ -640,8 +645,8 @@ def known_pools(session: Session) -> list[MemoryPool]:
 
 
 def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool | None = None) -> tuple[str, ...]:
-    """Return text lines for an out-of-memory error: one for each pool, except ``except_for``, that holds memory of a
-    location, sorted by bytes reserved, most first.
+    """Return texts for an out-of-memory error, one for each pool, except ``except_for``, that has reserved memory of a
+    location. The texts are sorted by bytes reserved, most first.
     """
     found: list[tuple[int, str]] = []
     for pool in known_pools(session):

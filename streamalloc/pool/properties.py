@@ -102,7 +102,9 @@ class MemPoolProps:
                 raise ValueError(text)
 
     def to_driver(self) -> Any:
-        """Return a ``CUmemPoolProps`` with these properties."""
+        """Return a ``CUmemPoolProps`` with these properties. Raises NotSupportedError if the bindings do not have one
+        of the properties.
+        """
         struct = cuda.CUmemPoolProps()
         struct.allocType = bindings_member("CUmemAllocationType", f"CU_MEM_ALLOCATION_TYPE_{self.alloc_type.name}")
         struct.handleTypes = handle_types_member(int(self.handle_types))

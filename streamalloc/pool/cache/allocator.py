@@ -104,13 +104,15 @@ class CachingAllocator(Allocator, Closes, Shown):
     Not cached are:
 
     * allocations in captures, which become nodes of the graph;
+    * memory on a stream that a library's object only names, such as an ``ExternalStream``, because other code may
+      destroy the stream;
     * all memory of a driver of :func:`streamalloc.driver.checked`, because the checker must record each allocation;
     * buffers that are shared with other processes. Their memory leaves the cache for good, because its free waits for
       the other processes.
 
     When memory runs out, all free blocks return to the pool, and the allocation is repeated. The blocks of one stream
     return when the stream is closed or dropped. The blocks of a per-thread default stream return when its thread ends.
-    The blocks of a library's stream return when the stream is no longer among the 64 that were used last.
+    The blocks of a library's stream return once 64 other streams of libraries were used for the first time after it.
 
     Threads may use one cache at the same time. For handles for other processes, access and attributes, use
     :attr:`pool`.
@@ -169,9 +171,10 @@ class CachingAllocator(Allocator, Closes, Shown):
     @property
     def limit(self) -> int:
         """The most bytes of the pool that may be allocated, cached memory included; 0 for no limit. An
-        :class:`~streamalloc.vmm.ExpandableCache` limits its own memory instead. Assign a size to change it; other
-        values raise TypeError or ValueError. If more is allocated already, allocations that need more memory raise
-        OutOfMemoryError.
+        :class:`~streamalloc.vmm.ExpandableCache` limits its own memory instead.
+
+        Assign a size to change the limit; other values raise TypeError or ValueError. If more is allocated already,
+        allocations that need more memory raise OutOfMemoryError.
         """
         return self._state.limit
 
@@ -212,6 +215,8 @@ class CachingAllocator(Allocator, Closes, Shown):
             ``nbytes`` is not a size or out of range, or ``stream`` is not a stream or belongs to another driver.
         NotSupportedError
             ``stream`` is being captured, and graphs cannot allocate from the pool (:meth:`MemoryPool.allocate`).
+        CaptureError
+            The cache has no free block, and a capture forbids the allocation (:meth:`MemoryPool.allocate`).
         ClosedError
             The cache, its pool or the stream was closed.
         """
@@ -244,7 +249,7 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that the cache holds, free or in buffers."""
+        """Number of blocks of the cache, free or in buffers."""
         return len(self._state.blocks)
 
     def statistics(self) -> CacheStatistics:
@@ -269,7 +274,7 @@ class CachingAllocator(Allocator, Closes, Shown):
 
         The host waits for no stream. If a stream has unfinished work, its frees are pending, their memory is not
         released, and a :class:`PendingFreesWarning` is issued: synchronise with the stream and trim again. Raises
-        ClosedError, and TypeError or ValueError if ``keep`` is not a size.
+        ClosedError if the cache or its pool was closed, and TypeError or ValueError if ``keep`` is not a size.
         """
         checked_size("keep", keep)
         self._check_open()

@@ -137,7 +137,7 @@ class StreamCache(Deferred):
 
     def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
         """Remove and return the smallest free block that fits ``wanted``; None if there is none. Later requests of
-        ``nbytes`` bytes take blocks from the same free list without a search (:meth:`serve`).
+        ``nbytes`` bytes take blocks from the free list of this block or of ``wanted`` without a search (:meth:`serve`).
         """
         if self.returning:
             self.collect()
@@ -315,8 +315,8 @@ class CacheState(Deferred):
         self.stream_caches: dict[int, StreamCache] = {}
         """Stream caches by ``id`` of the stream. A new stream may have the same ``id`` as a stream that has ended."""
         self.dropped: deque[CachedBlock] = deque()
-        """Blocks of dropped buffers whose finalisers could not put them into a free list: the stream had ended, or was
-        another thread's.
+        """Blocks of dropped buffers whose finalisers could not put them into a free list, for example because the
+        stream had ended, or was another thread's.
         """
         self.closed: bool = False
         self.limit: int = 0
