@@ -225,7 +225,8 @@ class Stream(Closes, Shown):
 
     @staticmethod
     def of_handle(device: Device, handle: int, owner: object) -> Stream:
-        """Borrow a stream of ``device`` that other code made and destroys.
+        """Borrow a stream of ``device`` that other code made and destroys. Raises TypeError if ``device`` is not a
+        :class:`Device`, or ``handle`` is not an integer.
 
         Parameters
         ----------
@@ -237,11 +238,6 @@ class Stream(Closes, Shown):
         owner
             An object to keep alive, because it keeps the driver's stream alive; None if the caller does that. Not used
             for default streams.
-
-        Raises
-        ------
-        TypeError
-            ``device`` is not a :class:`Device`.
         """
         from streamalloc.core.device import check_device
 
@@ -293,14 +289,8 @@ class Stream(Closes, Shown):
 
     @property
     def handle(self) -> int:
-        """The driver's handle (``CUstream``) as a number.
-
-        Code with the handle may capture the stream, so later allocations ask the driver whether a capture is under way.
-
-        Raises
-        ------
-        ClosedError
-            The stream was closed.
+        """The driver's handle (``CUstream``) as a number. Code with the handle may capture the stream, so later
+        allocations ask the driver whether a capture is under way. Raises ClosedError if the stream was closed.
         """
         self._notify_lent(self.checked_raw(), used=False)
         return self._number
