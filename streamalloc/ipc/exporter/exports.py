@@ -107,7 +107,7 @@ class Hold:
         return self._over
 
     def end(self) -> None:
-        """End the hold; idempotent."""
+        """End the hold, so that it no longer delays the free of the allocation. Idempotent."""
         self._over = True
         self.lost = self._mark = None
 
@@ -277,7 +277,8 @@ class Lease(SharedState):
 
     def unused(self) -> bool:
         """Whether nobody uses the memory any more: every hold has ended, and every importer has closed the memory and
-        finished its work. If so, descriptors become stale. They also become stale while only work of importers is left.
+        finished its work. The call makes the descriptors stale if every hold has ended and every importer has closed
+        the memory, even if work of importers is left.
         """
         return self.end(None) and self.block.all_closed(self.words)
 
@@ -414,8 +415,8 @@ class KeptReferences(Deferred):
 class ExportedPool:
     """The exported handle and the id of one pool.
 
-    The object exists while the pool is open or a lease needs it. Importers detect its end by its marks: words in
-    control blocks, which change then.
+    The object exists while the pool is open or a lease needs it. Its end sets its marks, words in control blocks, to 0.
+    By this change importers detect the end of the pool.
     """
 
     def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
@@ -473,8 +474,8 @@ class Exports:
         return self.endpoint
 
     def uuid(self, device: Device) -> bytes:
-        """Return the UUID of ``device`` as 16 bytes, for descriptors. The driver is asked at the first call
-        (``cuDeviceGetUuid``).
+        """Return the UUID of ``device`` as 16 bytes, for descriptors. The first call for a device reads the UUID from
+        the driver (``cuDeviceGetUuid``).
         """
         return self._uuids.get(device.ordinal) or self._uuids.setdefault(device.ordinal, device.uuid.bytes)
 

@@ -75,7 +75,8 @@ class Shared(Unique, Shown):
     the object is dropped. ``ipc.send`` and :mod:`multiprocessing` move the hold to the message. A process that receives
     the object by :mod:`multiprocessing` gets the opened memory.
 
-    Until it is sent, the object refers to the shared object, unless that is a pool allocation of this library.
+    Unless an allocation of a pool of this library was shared, the object keeps a reference to what was shared, until
+    :meth:`cancel` is called or :func:`send` moves the hold to a message.
     """
 
     def __init__(

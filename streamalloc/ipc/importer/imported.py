@@ -65,7 +65,7 @@ class Announcement(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """Whether the exporter died before it wrote the value, and another process wrote it in its place."""
+        """Whether an importer wrote the value, because the exporter had died before its stream wrote it."""
         return self.words.was_lost(self.ready)
 
     def precede(self, stream: Stream) -> None:
@@ -182,8 +182,8 @@ class ImportedPool(Foreign, Closes):
         session = session_for(None, driver)
         imports = imports_of(session)
         imports.release_ended()
-        # The lock is held until the new object is a user of the pool: before that, another thread's import would
-        # destroy the pool's handle.
+        # The lock is held until the new object is a user of the pool: before that, another thread that imports a pool
+        # would find this pool unused, and destroy its handle.
         with handle if isinstance(handle, Fd) else contextlib.nullcontext(), imports.lock:
             found = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
             place = location_of_pool(session, found._raw, False, MemAllocationType.PINNED)

@@ -258,7 +258,7 @@ class Import:
         allocation of ``cuMemAlloc`` another address for each device that uses it. -1 for an allocation of a pool.
         """
         self.nbytes: int = new.base_size
-        """Size of the whole allocation in bytes."""
+        """Size of the whole allocation in bytes; 0 before the import if the descriptor names no size."""
         self._raw: Any = None
         """``CUdeviceptr`` of the memory in this process; None before the import and after its release."""
         self.address: int = 0

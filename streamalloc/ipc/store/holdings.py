@@ -35,7 +35,9 @@ class Holder:
     def __init__(self, pid: int) -> None:
         self.pid: int = pid
         self.epoch: Epoch | None = None
-        """Epoch that the process writes, has written, or reads; None before and after."""
+        """Epoch that the process writes, has written, or reads; None before its first request for an epoch, and after
+        the end of its connection.
+        """
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -68,7 +70,9 @@ class Epoch:
     like: int = 0
     """Size in bytes of the commit whose layout the writer got; 0 if the writer asked for no layout."""
     ready: ReadyWord | None = None
-    """Word in shared memory that is written once the contents are complete; None after it was written."""
+    """Word in shared memory that is written once the contents are complete; None if they were complete at the commit,
+    and after the word was written.
+    """
     readers: dict[Holder, None] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
@@ -116,7 +120,7 @@ class HeldEntry:
     ``_ADDRESS_STEP`` bytes after the one before.
     """
     number: int
-    """Number of the last commit."""
+    """Number of the last commit, even if it was removed or lost; 0 before the first commit."""
     current: Epoch | None = None
     before: Epoch | None = None
     """The previous commit, kept until the contents of :attr:`current` are complete; otherwise None. If the writer dies

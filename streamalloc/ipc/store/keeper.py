@@ -76,7 +76,7 @@ class Keeper(Closes):
         commits are stored.
         """
         self.closed: bool = False
-        """Whether the connection was closed."""
+        """Whether the connection to the keeper was closed."""
 
     def take(self) -> Iterator[Kept]:
         """Yield the last commit of each key that the keeper has; other commits are dropped from the keeper. The caller
@@ -253,7 +253,7 @@ class Systemd:
                 raise TimeoutError(f"systemd did not take the descriptors within {_SECONDS:g} s")
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the socket. systemd still has the descriptors."""
         self._socket.close()
 
     def end(self) -> None:
@@ -264,7 +264,7 @@ class KeeperProcess:
     """The connection to a keeper process (:func:`keep`). The process is started if the store has none."""
 
     most = sys.maxsize
-    """Largest number of descriptors that the process keeps. There is no limit."""
+    """Largest number of descriptors that the process keeps: in effect, no limit."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -312,7 +312,7 @@ class KeeperProcess:
         self._channel.receive(timeout=_SECONDS)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection. The process still has the descriptors, and waits for the next server."""
         self._channel.close()
 
     def end(self) -> None:

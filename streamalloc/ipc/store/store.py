@@ -50,17 +50,17 @@ class StoreEntry:
     """Process ids of the last commit's readers, ascending, at most 1000."""
     tensors: int = 0
     device: str = ""
-    """UUID of the device, 32 hexadecimal digits."""
+    """UUID of the last commit's device, 32 hexadecimal digits; empty if the key has no commit."""
     address: int = 0
     """Device address of the last commit's range in its writer's process; 0 if the key has no commit."""
     layout: str = ""
-    """SHA-256 of the layout, in hexadecimal digits."""
+    """SHA-256 of the last commit's layout, in hexadecimal digits; empty if the key has no commit."""
     awaited: bool = False
     """Whether the contents of the last commit are not complete yet, because copies of the writer are still queued."""
     created: float = 0.0
-    """Unix time in seconds at which the write of the last commit began."""
+    """Unix time in seconds at which the write of the last commit began; 0 if the key has no commit."""
     used: float = 0.0
-    """Unix time in seconds at which a process last opened or closed the last commit."""
+    """Unix time in seconds at which a process last opened or closed the last commit; 0 if the key has no commit."""
     spare: int = 0
     """Bytes of a replaced epoch that are kept for the next write with ``like="previous"``; a part of ``nbytes``."""
 

@@ -295,7 +295,9 @@ class Weights(Tensors, Closes):
 
     @property
     def lost(self) -> bool:
-        """Whether the contents will never be complete, because the writer died before its copies were done."""
+        """Whether the contents will never be complete, because the writer died before its copies were done. False while
+        the copies are pending.
+        """
         ready = self._epoch.ready
         return ready is not None and ready.lost
 

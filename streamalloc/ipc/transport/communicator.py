@@ -117,7 +117,9 @@ class GroupGoneError(GroupError, PeerGoneError):
 
 
 class GroupProtocolError(GroupError, ProtocolError):
-    """The ranks make different calls, or one rank runs another version of this library."""
+    """The ranks make different calls, or a message or error of another rank cannot be read, for example because that
+    rank runs another version of this library.
+    """
 
 
 def described(error: BaseException) -> str:

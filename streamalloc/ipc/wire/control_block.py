@@ -124,7 +124,9 @@ class Word(ctypes.c_uint32):
 
 
 class SlotWords:
-    """The words of one slot that the exporter writes."""
+    """Those words of one slot that the exporter writes, and the places of the importers' words. Raises ValueError if
+    there is no such slot.
+    """
 
     __slots__ = ("announced", "closed", "generation", "last_announced", "lost", "opened", "ready", "slot")
 
@@ -152,7 +154,7 @@ class SlotWords:
 
 
 class ImporterWords:
-    """The words of one slot that one importer writes."""
+    """Those words of one slot that one importer writes. Raises ValueError if there is no such slot."""
 
     __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words", "users")
 
@@ -453,9 +455,9 @@ class ControlBlock:
         """Whether the exporting process is alive: it has byte 0 of the control block's file locked. False once its
         death was recorded, and for a closed control block.
         """
-        # The header byte is checked first: after the exporter's death, each thread that waited for the exporter holds
-        # its lock for a moment. A closed block also means a dead exporter, because an importer closes a block only
-        # after the exporter's death.
+        # The header byte is checked first: after the exporter's death, each thread that waited for the lock of byte 0
+        # holds this lock for a moment. A closed block also means a dead exporter, because an importer closes a block
+        # only after the exporter's death.
         return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:

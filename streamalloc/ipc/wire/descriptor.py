@@ -75,7 +75,7 @@ class ChunkHandle(NamedTuple):
     id: bytes
     """Id of the memory (16 bytes), equal in all processes."""
     nbytes: int
-    """Size in bytes."""
+    """Size of the chunk in bytes."""
     fabric: bytes = b""
     """The fabric handle, 64 bytes; empty if the chunk has a file descriptor instead."""
 

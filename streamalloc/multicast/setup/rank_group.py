@@ -66,7 +66,7 @@ class RankGroup:
         self.local: tuple[int, ...] = tuple(range(size)) if communicator is None else (communicator.rank,)
         """Ranks of this process."""
         self.failed: bool = False
-        """Whether the communicator has failed, so that no rank can be reached."""
+        """Whether the communicator has failed, so that no other rank can be reached."""
 
     def step(self, name: str, do: Callable[[int], bytes | None], deadline: float | None) -> list[bytes]:
         """Run one step for each rank of this process, then exchange the outcomes.
