@@ -133,8 +133,8 @@ class Shared(Unique, Shown):
         carrier.
 
         The importer fetches the handles from this process. From now on the shared memory is held, even if this object
-        had no hold: the memory is then shared again, and the errors are those of :func:`share`. The hold ends when
-        ``lost()`` returns True, because the carrier can no longer deliver the descriptor.
+        had no hold: anything but a pool allocation is then shared again, with the errors of :func:`share`. The hold
+        ends when ``lost()`` returns True, because the carrier can no longer deliver the descriptor.
         """
         if self._again is not None and not self.held:
             return self._again().carried(lost)

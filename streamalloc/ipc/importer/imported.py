@@ -531,7 +531,7 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
     """Physical memory of another process, mapped at one address here, made by :func:`open`.
 
     The driver keeps the memory while any process has a handle of it. A range shared by fabric handles with a hold also
-    has a lease: its owner keeps the memory until the range is closed here.
+    has a lease: the owner keeps the memory until the range is closed here.
 
     After an open without a stream, each stream waits for the contents before its first use of this object. For uses
     through :attr:`range` only the device's default stream waits, so order other streams after the default stream.

@@ -92,8 +92,8 @@ class ReceivedHandles:
 
     def take(self, name: bytes) -> Fd:
         """Return the handle with the id ``name`` (16 bytes); the caller closes it. A handle that did not come with the
-        message is fetched from the exporter's process. Raises ValueError if the exporter does not serve it,
-        and the errors of :func:`fetch`.
+        message is fetched from the exporter's process. Raises ValueError if the exporter has no handle server, and the
+        errors of :func:`fetch`.
         """
         fd = self._by_id.pop(name, None)
         if fd is not None:
@@ -317,8 +317,9 @@ class Import:
         self._check_size(self.nbytes)
 
     def join(self, other: Import) -> None:
-        """Add a use to this import. ``other``, made for a further descriptor of the same memory, is not begun itself.
-        Raises the errors of :meth:`begin`; ValueError also if the memory is open under another lease.
+        """Add a use to this import, for a further descriptor of the same memory. ``other`` was made for that
+        descriptor, and its :meth:`begin` is not called. Raises the errors of :meth:`begin`; ValueError also if the
+        memory is open under another lease.
         """
         self.count += 1
         if other.leased and not self.counted:
@@ -400,7 +401,7 @@ class ImportUse(Deferred):
 
     def acquire(self, new: Import) -> None:
         """Begin the import ``new``, or add a use to the import that this process already has of the same allocation.
-        Raises the errors of :meth:`Import.begin`; in that case the caller has to call :meth:`release`.
+        Raises the errors of :meth:`Import.begin` and :meth:`Import.join`. After an error, call :meth:`release`.
         """
         with new.imports.lock:
             known = new.known()
@@ -597,8 +598,9 @@ class Imports:
         return self.handles.setdefault(int(new._raw), new)
 
     def release_ended(self) -> None:
-        """Release what nothing in this process uses: pools that their owners have closed, pools and control blocks of
-        exporters that have ended, and pools of :meth:`ImportedPool.from_handle`, which no descriptor names.
+        """Submit what nothing in this process uses to the queue of deferred releases: pools that their owners have
+        closed, pools and control blocks of exporters that have ended, and pools of :meth:`ImportedPool.from_handle`,
+        which no descriptor names.
         """
         with self.lock:
             # This is a separate function because of its loop, see :mod:`streamalloc.driver.locks`.

@@ -20,8 +20,8 @@ class Ring:
 
     One process makes the :meth:`producer`. Every other process makes a :meth:`consumer` over a
     :class:`~streamalloc.ipc.Channel`, whose other end the producer gets by :meth:`RingProducer.add`. Each item goes to
-    one consumer, the consumer with the fewest items in flight. If a consumer dies, the items that it has not taken go
-    to other consumers. Items that it has taken and not released are lost.
+    one consumer, the consumer with the fewest items in flight. If a consumer closes its end or dies, the items that it
+    has not taken go to other consumers. If it dies, items that it has taken and not released are lost.
 
     Examples
     --------

@@ -190,7 +190,8 @@ class TensorLayout(Mapping[str, Tensor]):
         Raises
         ------
         ValueError
-            The name exists, or is not 1 to 1024 printable characters; or the tensor is outside of the memory.
+            The name exists, or is not 1 to 1024 printable characters; or the tensor is malformed, or outside of the
+            memory.
         """
         self.add_rows({str(name): self.new_row(name, tensor, nbytes)})
 

@@ -144,7 +144,8 @@ class OpenEpoch:
 
         ``expected``: the layout that the caller requires, or its hash; None for any. Raises StoreKeyError if the key
         does not exist, LayoutChangedError if the layout differs, StoreError if this process does not see the device,
-        the errors of :meth:`Connection.ask`, and CudaError if the driver refuses. The connection is then closed.
+        the errors of :meth:`Connection.ask`, and CudaError if the driver refuses. After an error the connection is
+        closed.
         """
         with undoing(connection.close):
             answer, received = connection.ask("open", key=key)

@@ -134,8 +134,9 @@ class RankGroup:
         return received
 
     def barrier_after_failure(self, deadline: float | None) -> None:
-        """Block until the other ranks have undone a failed step, too, at most until ``deadline``, but for 2 seconds if
-        less time is left. No effect if the communicator has failed, or if there is none.
+        """Block until the other ranks have undone a failed step, too: at most until ``deadline``, or for 2 seconds if
+        that is longer; None: the communicator's own limit. No effect if the communicator has failed, or if there is
+        none.
 
         No ``Exception`` is raised, because the caller is already raising the step's own error. If the barrier fails,
         the communicator counts as failed.
