@@ -102,8 +102,8 @@ _TOO_LATE = (
 )
 # ``put`` searches at most this number of objects in its argument, so that a large argument is not delayed.
 _MOST_SEARCHED = 1000
-# Only objects of exactly these classes are searched, because a subclass may have other methods or attributes of these
-# names.
+# These functions are also called for objects of subclasses, because a subclass may have changed the method of the same
+# name.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
     **{group: group.__iter__ for group in (list, tuple, set, frozenset, deque)},

@@ -351,7 +351,7 @@ def keep(path: str) -> None:
                         continue
                     for name, fd in kept.items() if "PASS" in fields else ():
                         channel.send(name.encode(), [fd], timeout=_SECONDS)
-                    # The socket closes before the answer, so that the next server cannot connect to this process any
+                    # The listener closes before the answer, so that the next server cannot connect to this process any
                     # more.
                     if "END" in fields:
                         listener.close()
