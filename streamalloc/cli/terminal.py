@@ -111,7 +111,7 @@ class Terminal:
         return self._width is None or _width(text) <= self._width
 
     def heading(self, text: str) -> None:
-        """Print an empty line and a title."""
+        """Print an empty line, and ``text`` as a title."""
         self.line()
         self.paragraph(self.bold(text), indent=0)
 

@@ -217,8 +217,8 @@ class Sources:
         """Session of the driver that all sources have."""
         pooled = (MemoryPool, CachingAllocator)
         self.works: bool = not all(isinstance(source, pooled) for source in self.by_device.values())
-        """Whether dropped memory of some source is released only in later calls of this package (:func:`work`), as that
-        of virtual memory is.
+        """Whether some source has memory that, once dropped, is released only in later calls of this package
+        (:func:`work`), such as virtual memory.
         """
         self._last: dict[int, _Used] = {}
         """Stream on which the library last allocated, by device ordinal."""
@@ -240,8 +240,8 @@ class Sources:
         ``handle``.
 
         ``owner``: the object that keeps the stream's handle valid; None if there is none. While the stream is being
-        captured, the memory belongs to the graph. With ``in_capture=False`` the memory is ordinary in this case, too,
-        and may be used at once.
+        captured, the memory belongs to the graph. With ``in_capture=False`` the memory does not belong to the graph,
+        and the host waits until the memory can be used.
 
         Raises
         ------

@@ -149,7 +149,7 @@ def array(
     stream
         The stream that uses the array; default: the legacy default stream, which Numba uses by default, too. This
         stream waits for the work queued on the memory's stream. When the array is dropped, the memory's stream waits
-        for this stream. If other streams use the array, first make this stream wait for them.
+        for this stream. If other streams use the array, make this stream wait for them before the array is dropped.
 
     Raises
     ------

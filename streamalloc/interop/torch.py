@@ -486,7 +486,8 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
     """Return a tensor over ``memory``. The tensor keeps the memory alive.
 
     PyTorch's current stream waits for the work queued on the memory's stream. When the tensor is dropped, the memory's
-    stream waits for that current stream. If other streams use the tensor, first make that stream wait for them.
+    stream waits for that current stream. If other streams use the tensor, make that stream wait for them before the
+    tensor is dropped.
 
     Parameters
     ----------
