@@ -202,8 +202,8 @@ class PageBudget(Closes):
         return sum(user.claimed for user in members(self._users))
 
     def join(self, user: object) -> None:
-        """Count the pages of ``user``, the :class:`~streamalloc.vmm.pages.places.PhysicalPages` of an arena, from now
-        on. The first call starts the thread that reads requests of other processes. Raises ClosedError.
+        """Count the pages of ``user``, the ``PhysicalPages`` of an arena, from now on. The first call starts the thread
+        that reads requests of other processes. Raises ClosedError.
         """
         self._check_open()
         with self._lock:

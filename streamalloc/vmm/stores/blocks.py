@@ -513,8 +513,7 @@ class BlockTier(Tier, Closes):
         Raises
         ------
         TypeError, ValueError
-            ``stored`` is no :class:`Stored`, some of its contents were dropped, or ``blocks`` has another number of
-            blocks.
+            ``stored`` is no ``Stored``, some of its contents were dropped, or ``blocks`` has another number of blocks.
         DamagedBackupError
             Contents have changed. The error's ``block`` is the index of the first such block in ``stored``. Blocks on
             disk are checked while they are read, so the contents of the memory are then undefined.

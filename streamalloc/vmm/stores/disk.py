@@ -349,8 +349,8 @@ class DiskTier(BlockTier):
         kernel_of(device).prepare()
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Create a file for buffers of ``sizes`` bytes, and return a :class:`Saved` for each buffer. With ``name``, in
-        a persistent tier, the file stays after the buffers have woken. ``stream`` is the stream of the copies.
+        """Create a file for buffers of ``sizes`` bytes, and return a ``Saved`` for each buffer. With ``name``, in a
+        persistent tier, the file stays after the buffers have woken. ``stream`` is the stream of the copies.
 
         Raises
         ------
@@ -367,7 +367,7 @@ class DiskTier(BlockTier):
 
     def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Saved]:
         """Open the complete file that an earlier :meth:`hold` made with ``name``, for buffers of the same ``sizes`` in
-        bytes. Returns a :class:`Saved` with the bytes of each buffer.
+        bytes. Returns a ``Saved`` with the bytes of each buffer.
 
         Raises
         ------

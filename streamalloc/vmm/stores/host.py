@@ -331,8 +331,8 @@ class HostTier(BlockTier):
         """Futures of :meth:`prepare` that are not done."""
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Reserve room for buffers of ``sizes`` bytes, and return a :class:`Saved` for each buffer. Threads begin to
-        pin the memory that is missing (``cuMemHostRegister``). ``name`` has no effect.
+        """Reserve room for buffers of ``sizes`` bytes, and return a ``Saved`` for each buffer. Threads begin to pin the
+        memory that is missing (``cuMemHostRegister``). ``name`` has no effect.
 
         Raises
         ------
