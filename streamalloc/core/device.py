@@ -30,9 +30,9 @@ class MemoryInfo(NamedTuple):
     """
 
     free: int
-    """Bytes that are free on the device."""
+    """Free bytes of the device's memory."""
     total: int
-    """Bytes of the device."""
+    """Total bytes of the device's memory."""
 
 
 class Device:
@@ -327,8 +327,8 @@ def check_device(name: str, device: object, session: Session | None = None) -> N
 
 
 def check_location(session: Session, location: MemLocation) -> None:
-    """Raise ``ValueError`` if the driver has no such device (``cuDeviceGetCount``), or if only other processes can use
-    the location's device.
+    """Raise ValueError if ``location`` is a device that the driver does not have (``cuDeviceGetCount``), or that only
+    other processes can use.
     """
     if not location.seen:
         raise ValueError(f"location={location}: this process does not see that device")

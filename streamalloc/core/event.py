@@ -124,7 +124,7 @@ class Event(Closes, Shareable, Shown):
             A ``CUipcEventHandle``, its 64 bytes, or an :class:`IpcEventHandle`, of an event that was created with
             ``CU_EVENT_INTERPROCESS``.
         device
-            The device of the event. The driver has no function that returns it.
+            The device of the event. No function of the driver returns the device of an event.
 
         Raises
         ------

@@ -463,7 +463,7 @@ def sessions() -> tuple[Session, ...]:
 
 
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
-    """Replacement for a driver function in a forked child: raises ForkedProcessError."""
+    """Raise ForkedProcessError. In a forked child, this function replaces the bound driver functions."""
     raise ForkedProcessError(_FORKED)
 
 

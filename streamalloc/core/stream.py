@@ -145,7 +145,8 @@ class Stream(Closes, Shown):
     Made by :meth:`Device.create_stream`, :attr:`Device.default_stream` or :attr:`Device.per_thread_stream`;
     :meth:`of_handle` borrows other libraries' streams. A close or a drop destroys only a stream that
     :meth:`Device.create_stream` made (``cuStreamDestroy``). The host does not wait, and the driver still finishes the
-    queued work. Methods that need the handle raise ClosedError after :meth:`close`.
+    queued work. Methods that need the handle raise ClosedError after :meth:`close`, and after the stream's library has
+    closed the stream.
 
     During a capture (:meth:`capture`) the driver refuses calls that are unsafe, such as a synchronisation, a query, or
     an allocation on another stream: on all threads in the mode ``"global"``, on the capturing thread in the mode
@@ -236,8 +237,8 @@ class Stream(Closes, Shown):
             The driver's ``CUstream`` as a number, which is not checked. 0 and 1 give the legacy default stream of
             ``device``, 2 the calling thread's per-thread default stream.
         owner
-            An object to keep alive, because it keeps the driver's stream alive; None if the caller does that. Not used
-            for default streams.
+            Object that keeps the driver's stream alive, and that the result keeps alive; None if the caller keeps the
+            driver's stream alive. Not used for default streams.
         """
         from streamalloc.core.device import check_device
 
@@ -249,8 +250,8 @@ class Stream(Closes, Shown):
     # -- direct calls ------------------------------------------------------------------------------------------
 
     def ready(self) -> Any | None:
-        """Return ``CUstream`` if this thread may queue work by a direct call now, or None: the caller then takes the
-        checked way (see the module).
+        """Return ``CUstream`` if this thread may queue work by a direct call now. If the result is None, the caller
+        makes a checked call (see the module).
         """
         return self.direct
 
@@ -654,8 +655,7 @@ class OwnStream(Stream):
         raw = getattr(self, "_raw", None)
         if raw is None or not self._session.usable or (self._closed and self.last):
             return
-        # Buffers of the same garbage cycle may be finalised later, and are freed after an event after the stream's
-        # work.
+        # Buffers of the same garbage cycle may be finalised later. Their frees need an event after the stream's work.
         is_capturing = self._session.driver.cuStreamIsCapturing
         captured = self.capturable and is_capturing(raw)[1] is not NOT_CAPTURED
         if self._capture is None and not captured:
@@ -843,9 +843,9 @@ class LibraryStream(Stream):
     """A stream that other code made, and destroys.
 
     This object keeps the library's object alive, which keeps the driver's stream alive. If the library still closes the
-    stream, calls on it are refused, because the handle of a destroyed stream crashes the process. Nothing can then be
-    ordered after the stream's work. So memory that was allocated on it is freed once the device was idle
-    (:func:`ordered_after`).
+    stream, calls on the stream are refused, because the handle of a destroyed stream crashes the process. Nothing can
+    then be ordered after the stream's work. So memory that was allocated on the stream is freed once the device was
+    idle (:func:`ordered_after`).
     """
 
     __slots__ = ("_alive", "_asks", "drained", "owned", "owner")

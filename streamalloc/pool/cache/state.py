@@ -11,7 +11,7 @@ detect a mistake: two owners would write the same bytes. Memory is handed out:
 * not in a capture. The graph would write the memory at each launch, also when the memory has another owner.
 * not after the stream has ended, because nothing can be ordered after its work then. All its blocks return to the pool:
   before the stream's end, or after its last event.
-* not while watchers, such as an observer, must be notified of each allocation.
+* only by a checked allocation while there are watchers, such as an observer: it notifies them.
 
 A block is taken from a list, and put into a list, by a single atomic step. So no lock is needed, and a finaliser can
 put a block into a list. The state exists until all blocks have returned to the pool, also after the end of the
@@ -93,10 +93,10 @@ busy streams.
 
 
 class StreamCache(Deferred):
-    """The size classes of one stream, with its blocks.
+    """Blocks of one stream, by size class.
 
-    A stream cache ends when its stream is closed or dropped, when the stream's thread ends, when a library's stream
-    leaves the table of library streams, or when the whole cache is closed.
+    A stream cache ends when its stream is closed or dropped, when the thread of a per-thread default stream ends, when
+    a library's stream leaves the table of library streams, or when the whole cache is closed.
     """
 
     def __init__(self, cache: CacheState, stream: Stream) -> None:
@@ -386,8 +386,8 @@ class CacheState(Deferred):
 
     def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
         """Allocate a block of the size class ``wanted`` from the pool ``upstream`` on ``stream``
-        (``cuMemAllocFromPoolAsync``). Return None if there is no memory. Raises CudaError for other errors of the
-        driver.
+        (``cuMemAllocFromPoolAsync``). Return None if there is not enough memory, or if a watcher raises
+        OutOfMemoryError. Raises CudaError for other errors of the driver.
         """
         self._pool_free = upstream.free_function
         alloc = without_notifying(upstream.alloc_function, self.watchers)
