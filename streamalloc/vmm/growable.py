@@ -17,7 +17,7 @@ A shrink waits for the users of the chunks that it does not need (``wait_for_use
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from streamalloc.core.errors import PeerAccessError, refused, size_text, undoing
 from streamalloc.core.internal import Device, StreamLike, check_device, check_location
@@ -240,7 +240,7 @@ def stripe(
     ...     buffer.fill(0, stream)  # 512 MiB on each device
     """
     devices, nbytes = device_first("stripe", devices, nbytes)
-    devices = tuple(devices)
+    devices = tuple(checked_type("devices", devices, Iterable))  # type: ignore[type-abstract]
     if not devices or not all(isinstance(device, Device) for device in devices):
         raise TypeError(f"devices must be one or more Devices, not {devices!r}")
     first, session = devices[0], session_of(devices[0])

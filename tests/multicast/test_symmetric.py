@@ -354,8 +354,9 @@ class TestArguments:
         )
         with pytest.raises(ValueError, match="one or more"):
             SymmetricMemory.local([], 100)
-        with pytest.raises(TypeError, match="devices"):
-            SymmetricMemory.local([devices[0], 1], 100)  # type: ignore[list-item]
+        for wrong in ([devices[0], 1], [0, 1], "01", devices[0]):
+            with pytest.raises(TypeError, match="devices must be"):
+                SymmetricMemory.local(wrong, 100)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="group"):
             SymmetricMemory(100, 3)  # type: ignore[arg-type]
         other = sa.Device(0, driver=sa.driver.traced(devices[0].driver))

@@ -303,7 +303,7 @@ class TestOneDevice:
         for what, error in (([], TypeError), ([0], TypeError), ([device, None], TypeError), ([device] * 2, ValueError)):
             with pytest.raises(error, match="device"):
                 vmm.stripe(what, PAGE)  # type: ignore[arg-type]
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="devices must be"):
             vmm.stripe(device, PAGE)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="another driver"):
             vmm.stripe([device, sa.Device(0, driver=sd.traced(machine))], PAGE)

@@ -92,8 +92,9 @@ def check_devices(communicator: Any, device: Device | None, devices: Sequence[De
         raise TypeError(
             "devices= is for one process that has all ranks: it goes with no communicator, device= or handle_type="
         )
-    if not devices:
+    if not checked_type("devices", devices, Sequence):  # type: ignore[type-abstract]
         raise ValueError("devices: there must be one or more")
+    check_device("devices", devices[0])
     for one in devices:
         check_device("devices", one, session_of(devices[0]))
 
