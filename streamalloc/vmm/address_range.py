@@ -219,15 +219,16 @@ class AddressRange(OwnsNode):
         ------
         TypeError, ValueError
             The part has a hole, contains only a piece of a mapping, or is outside of the range. Or ``who`` is no
-            location of the driver, ``after`` has something else than events and streams of the driver, the range was
-            closed, or the range belongs to a buffer.
+            location of the driver, ``after`` has something else than events and streams of the driver, or the range
+            belongs to a buffer.
         NotSupportedError
             The driver does not grant this permission: the host has access to host memory only.
         ClosedError, CaptureError
-            An event or stream of ``after`` was closed, or a stream is being captured.
+            The range was closed, an event or stream of ``after`` was closed, or a stream is being captured.
         CudaError
             The driver refused the call.
         """
+        self._checked_raw()
         self._check_own()
         rights = rights_of(who, self._session, access)
         entries = self._node.within(start, stop)
@@ -250,7 +251,10 @@ class AddressRange(OwnsNode):
         ------
         TypeError, ValueError
             An offset is no integer, or the bytes are outside of the range. Or they have a hole, and ``holes`` is False.
+        ClosedError
+            The range was closed.
         """
+        self._checked_raw()
         begin, end = self._node.bounds(start, stop)
         if not holes:
             self._covering(begin, end)
