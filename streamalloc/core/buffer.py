@@ -717,8 +717,14 @@ class GraphBuffer(Buffer):
             The graph was closed, or has a free of this memory already.
         InvalidValueError
             A node is of another graph.
+        ValueError
+            Other code captured the graph, so that its handle is unknown.
         """
-        graph: Any = self.owner
+        graph = self._graph
+        if graph is None:
+            raise ValueError(
+                f"{self!r} is of a graph that other code captured: call cuGraphAddMemFreeNode with its handle"
+            )
         nodes = list(after)
         args = graph._checked_raw(), nodes, len(nodes), self._live()
         node = graph._session.call_in(graph.device.ordinal, "cuGraphAddMemFreeNode", *args)

@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
-from tests.support import GROWTH, MiB, each_raises, holds, in_threads, names
+from tests.support import GROWTH, MiB, captured, each_raises, holds, in_threads, names
 
 
 @pytest.fixture(autouse=True)
@@ -326,6 +326,14 @@ def test_memory_that_outlives_a_launch(device: sa.Device, stream: sa.Stream) -> 
             first.free()
             second.free(stream)
         stream.synchronize()
+
+
+def test_a_free_in_a_graph_of_other_code(machine: Any, device: sa.Device, stream: sa.Stream) -> None:
+    with captured(machine, stream):
+        buffer = sa.allocate(64, stream)
+        assert isinstance(buffer, sa.GraphBuffer)
+        each_raises(ValueError, lambda: buffer.add_free(after=[]), match="a graph that other code captured")
+        buffer.free()
 
 
 def test_refused(device: sa.Device, stream: sa.Stream) -> None:
