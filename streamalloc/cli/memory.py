@@ -8,6 +8,7 @@ the simulated driver it follows programs that call cuda.bindings. The exit statu
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import threading
 from collections.abc import Iterator
@@ -47,10 +48,12 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program, account for its device memory, and print the report. Returns the exit code 0.
 
     Exceptions and exit codes of the program are those of the command. After an exception of the program, the report
-    comes first. Raises :class:`UsageError` if the program or a file of ``--kernels`` does not exist, or if a report
-    cannot be written.
+    comes first. Raises :class:`UsageError` if the program or a file of ``--kernels`` does not exist, if matplotlib is
+    missing for ``--picture``, or if a report cannot be written.
     """
     running.check_files(options)
+    if options.picture and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--picture needs matplotlib: pip install 'streamalloc[plot]'")
     if chosen.is_simulated:
         account = Memory(chosen.driver)
         driver: Any = internal.Followed(chosen.driver, account, internal.FUNCTIONS)

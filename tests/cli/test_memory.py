@@ -88,6 +88,14 @@ def test_memory_is_shown_when_the_program_raises_or_exits(command: Any, tmp_path
     assert missing.returncode == 2 and "there is no file" in missing.stderr and missing.stdout == ""
 
 
+def test_a_picture_without_matplotlib_is_refused_before_the_program_runs(python: Python, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print('ran')")
+    words = ["memory", "--picture", str(tmp_path / "peak.png"), str(tmp_path / "program.py")]
+    code = f"import sys\nsys.modules['matplotlib'] = None\nfrom streamalloc.cli import main\nsys.exit(main({words!r}))"
+    done = python(code)
+    assert (done.returncode, done.stdout) == (2, "") and "pip install 'streamalloc[plot]'" in done.stderr
+
+
 def test_a_forked_child_that_ends_with_the_program_shows_nothing(command: Any, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os\nif child := os.fork():\n    os.waitpid(child, 0)\n")
