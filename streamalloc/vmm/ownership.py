@@ -414,6 +414,8 @@ class Allocations:
         Takes no lock, so finalisers can call this method.
         """
         node._dropped = time.monotonic_ns()
+        # Now, and not in the attempt: an item that is attempted earlier may then release what this node owns.
+        node.give_up()
         self.deferred.submit(_Later(self, node))
 
     def end(self, node: Node) -> None:
@@ -473,7 +475,6 @@ class _Later(Deferred):
 
     def attempt(self) -> bool:
         """Release the node if this is possible now. Returns whether the node is released."""
-        self._node.give_up()
         return self._allocations.attempt(self._node)
 
     def forget(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.testing import Gate
 from tests.multicast.support import PAGE, TEAM, Team, added, misorders
 from tests.support import Account, end_what_was_dropped, in_a_thread, names
 
@@ -130,6 +131,40 @@ class TestDropped:
         team.memories.clear()
         gc.collect()
         assert len(team.object.bindings) == TEAM and names(account.traced, "cuMulticastUnbind", "cuMemRelease") == []
+
+    def test_one_synchronisation_releases_all(self, machine: Any) -> None:
+        """Also if the collector calls the finaliser of the object before those of the ranges that it is mapped in."""
+        account = Account(machine)
+        team: Any = Team(account.driver)
+        device = team.devices[0]
+        team.object.__del__()
+        del team
+        gc.collect()
+        device.synchronize()
+        assert account.checked.outstanding() == {}
+
+    def test_bound_after_its_range_was_dropped(self, machine: Any) -> None:
+        """The addresses are freed after the object and the memory."""
+        account = Account(machine)
+        devices = sa.Device.all(account.driver)
+        memory, range = vmm.PhysicalMemory(devices[0], PAGE), vmm.AddressRange(PAGE, driver=account.driver)
+        with devices[0].create_stream() as stream, Gate(devices[0]) as gate:
+            mapping = range.map(memory, access=devices[0])
+            gate.hold(stream)
+            mapping.fill(1, stream)
+            del mapping, range
+            gc.collect()
+            made = added(PAGE, devices)
+            made.bind(memory)
+            gate.open()
+            stream.synchronize()
+            del made
+            gc.collect()
+            stream.synchronize()
+            del memory
+            gc.collect()
+        assert account.mapped == {}
+        assert phases(account.traced.calls) == [0, 1, 2, 3]
 
     def test_dropped_while_a_stream_is_captured(self, machine: Any) -> None:
         account = Account(machine)

@@ -208,6 +208,8 @@ class BindingNode(HandleNode):
                 team.first[handle] = None
             for mapping in list(state.mappings):
                 mapping.first[self.object] = None
+                if mapping.given_up:  # The range was dropped, and its mapping waits for work.
+                    mapping.reservation.first[team] = None
 
     def unlink(self, team: Node) -> None:
         """Drop the reference that keeps the memory alive. Also remove the order between multicast object and memory,
