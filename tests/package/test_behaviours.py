@@ -29,7 +29,12 @@ ROWS = [
     if line.startswith("| ") and not line.startswith(("| ---", "| behaviour"))
 ]
 _PROGRAM = re.compile(r"`([^`]+)`(?: raises `(\w+)`)?$")
-NEEDS = {"peer": pytest.mark.gpus(2), "managed": pytest.mark.managed}
+NEW = pytest.mark.bindings("13.0")
+NEEDS = {
+    "peer": (pytest.mark.gpus(2),),
+    "managed": (pytest.mark.managed, NEW),
+    **dict.fromkeys(("managed_pool", "copy_batch", "CopyOptions"), (NEW,)),
+}
 
 
 def _once(make: Callable[[Any], Any]) -> Any:
@@ -194,7 +199,10 @@ def _programs() -> list[Any]:
         if code.startswith("tests/"):
             continue
         marks = [
-            mark for name, mark in NEEDS.items() if re.search(rf"\b(?:\w+_)?{name}\b", code) or f"{name}=True" in code
+            mark
+            for name, those in NEEDS.items()
+            for mark in those
+            if re.search(rf"\b(?:\w+_)?{name}\b", code) or f"{name}=True" in code
         ]
         found.append(pytest.param(code, program[2], marks=marks, id=f"{theirs.split('`')[1]}: {behaviour}"[:70]))
     return found

@@ -37,7 +37,15 @@ def name(page: Path) -> str:
 @pytest.mark.simulated_only("the programs make their own simulated machines, or take the default driver")
 # Beside a checker nothing is cached, so that a pool that is trimmed has frees of its own pending.
 @pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
-@pytest.mark.parametrize("page", [page for page in IN_ORDER if _PROGRAM.search(page.read_text())], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.bindings("13.0")] if re.search(r"\.MANAGED|copy_batch\(", text) else [])
+        for page in IN_ORDER
+        if _PROGRAM.search(text := page.read_text())
+    ],
+    ids=name,
+)
 def test_programs_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

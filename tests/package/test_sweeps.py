@@ -29,7 +29,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import CachingAllocator, interop, ipc, multicast, observing, vmm
 from streamalloc.driver.account import ENDERS
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
 from tests.processes import eventually, fork
 from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, public_names, read, sampled
 
@@ -472,11 +472,12 @@ MAKERS: dict[str, Callable[[World], Any]] = {
     "SparseArray": lambda world: vmm.SparseArray(world.device, (1024, 1024)),
     "TilePool": lambda world: vmm.TilePool(world.device, PAGE),
     "CachingAllocator": lambda world: CachingAllocator(world.pool),
-    "copy_batch": lambda world: sa.copy_batch(world.stream, [world.buffer[:8]], [world.buffer[8:16]]),
     "share": lambda world: ipc.share(world.event_to_share),
     "raw_handles": lambda world: (ipc.raw_handles(world.event_to_share), None)[1],
 }
 """Operations that make objects, and functions beside classes."""
+if BINDINGS_VERSION >= "13":
+    MAKERS["copy_batch"] = lambda world: sa.copy_batch(world.stream, [world.buffer[:8]], [world.buffer[8:16]])
 
 
 def makers(those: dict[str, Callable[[Any], Any]]) -> Iterator[Any]:
