@@ -247,7 +247,7 @@ class Check:
             yield
         finally:
             for name, value in before.items():
-                os.environ.pop(name)
+                os.environ.pop(name, None)  # The program may have deleted it.
                 if value is not None:
                     os.environ[name] = value
 

@@ -172,8 +172,7 @@ class Drawn(Shown):
         ClosedError
             The object is a closed pool.
         TypeError
-            There is no figure for objects of this class (physical memory, multicast objects, sparse arrays), or the
-            function does not have one of the ``options``.
+            The function does not have one of the ``options``.
         """
         assert draw is not None
         return draw(self, **options)

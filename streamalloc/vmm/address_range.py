@@ -26,7 +26,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import address_space_limit
-from streamalloc.formats.html import Html, Row, mib, place, strip, table
+from streamalloc.formats.html import Drawn, Html, Row, mib, place, strip, table
 from streamalloc.formats.sizes import counted
 from streamalloc.vmm.access import Access, After, Place, Rights, rights_of, wait_for_users
 from streamalloc.vmm.ownership import GenericAllocation, OwnsNode
@@ -35,7 +35,7 @@ from streamalloc.vmm.properties import MemAllocationProp
 from streamalloc.vmm.reservation import MappedBytes, Reservation
 
 
-class AddressRange(OwnsNode):
+class AddressRange(OwnsNode, Drawn):
     """A reserved range of addresses to map memory into (``cuMemAddressReserve``).
 
     The addresses are the same on all devices and the host. Memory of several devices and of the host can be mapped side

@@ -40,7 +40,7 @@ from streamalloc.core.resource import Closes, Shareable
 from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import RLock, cuda
-from streamalloc.formats.html import Drawn
+from streamalloc.formats.html import Shown
 from streamalloc.vmm.access import Rights
 
 
@@ -183,7 +183,7 @@ class AllocationState:
         """Whether another process created the memory or the object."""
         self.handles: dict[AllocationHandle, None] = {}
         """The nodes of all Python objects that have the handle."""
-        self.mappings: dict[Node, None] = {}
+        self.mappings: dict[Any, None] = {}
         """Nodes of the mappings of the memory or multicast object in this process."""
         self.bindings: dict[Any, None] = {}
         """Nodes of the bindings of the memory to multicast objects."""
@@ -216,7 +216,7 @@ class HandleNode(Node):
             self.gone: bool = self._raw is None
 
 
-class OwnsNode(Closes, Drawn):
+class OwnsNode(Closes, Shown):
     """Owner of a :class:`Node`. The node is released when the owner is closed, or later if the owner is dropped."""
 
     __slots__ = ("__weakref__", "_node")

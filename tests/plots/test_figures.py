@@ -15,6 +15,8 @@ import matplotlib.text
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import plots, vmm
+from streamalloc.formats.html import Drawn
+from streamalloc.plots import figures
 from tests.support import MiB
 
 GiB = 1 << 30
@@ -108,6 +110,11 @@ class TestText:
                 assert overlaps(buffer.plot()) == []
             with vmm.AddressRange(40 * page, driver=big) as nothing:
                 assert overlaps(nothing.plot()) == []
+
+
+def test_only_what_has_a_figure_has_a_method_to_draw_it() -> None:
+    for kind in Drawn.__subclasses__():
+        assert any(issubclass(kind, known) for known in figures._FUNCTIONS), kind
 
 
 def shown(figure: Any) -> set[str]:
