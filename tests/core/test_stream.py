@@ -16,7 +16,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core import event as module
-from streamalloc.core.session import session_of
+from streamalloc.core.session import Session, session_of
 from streamalloc.core.stream import _host_functions
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
@@ -88,6 +88,19 @@ class TestEvents:
         assert took >= 0 and start.elapsed_since(end) == pytest.approx(-took)
         each_raises(sa.InvalidHandleError, lambda: end.elapsed_since(stream.record()), match="timing=True")
         each_raises(TypeError, lambda: end.elapsed_since(stream), match="start must be an Event, not Stream")  # type: ignore[arg-type]
+
+    def test_closed_by_two_threads_at_once(self, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The second close runs where Python may switch threads in the first; the driver's event is reused once."""
+        event = stream.record()
+
+        def switch(_: Session) -> None:
+            monkeypatch.undo()
+            event.close()
+
+        monkeypatch.setattr(Session, "check_process", switch)
+        event.close()
+        one, other = stream.record(), stream.record()
+        assert one.handle != other.handle
 
     def test_options_that_do_not_go_together(self, device: sa.Device) -> None:
         with pytest.raises(ValueError, match="interprocess"):

@@ -7,7 +7,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.testing import Faults
+from streamalloc.testing import Faults, Gate
 from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, names
 
 
@@ -144,5 +144,21 @@ def test_a_cache_miss_whose_context_is_not_restored(faults: Faults, device: sa.D
         misses = cache.statistics().misses
         with cache.allocate(MiB, device.default_stream):
             assert cache.statistics().misses == misses
+        cache.trim()
+        assert pool.statistics().used == 0
+
+
+def test_a_block_whose_event_cannot_be_waited_for_stays_in_the_cache(
+    faults: Faults, gate: Gate, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream
+) -> None:
+    """The next trim returns it to the pool."""
+    with sa.CachingAllocator(pool) as cache, device.create_stream() as user:
+        gate.hold(user)
+        cache.allocate(64, stream).free(user)
+        faults.fail("cuStreamWaitEvent", result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match="cuStreamWaitEvent"):
+            cache.trim()
+        faults.stop()
+        gate.open()
         cache.trim()
         assert pool.statistics().used == 0
