@@ -563,8 +563,8 @@ class Exports:
 
     def pool(self, pool: MemoryPool) -> ExportedPool:
         """Return the exported pool of ``pool``. The first call exports it (``cuMemPoolExportToShareableHandle``).
-        Raises ValueError if the pool was not made for sharing (the message says how to make one), and CudaError if the
-        driver refuses.
+        Raises ValueError if the pool was not made for sharing (the message says how to make one), ClosedError if it was
+        closed before its export, and CudaError if the driver refuses.
         """
         with self.lock:
             found = self._pools.get(pool)

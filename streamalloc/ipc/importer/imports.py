@@ -125,7 +125,8 @@ def _refuse_freed(words: ImporterWords, generation: int) -> None:
 
 
 class HostUse(Deferred):
-    """One use of a lease whose close the host counts. It is for ranges, which are not released in stream order.
+    """One use of a lease whose close the host counts. It is for ranges, which are not released in stream order. Raises
+    StaleDescriptorError if the memory was freed before.
 
     As an item of the queue of deferred releases, this object counts the close once the work that is queued at its first
     attempt is done.

@@ -247,6 +247,8 @@ class Holdings:
             Another process writes the key.
         StoreKeyError
             The key has a commit and ``replace`` is False, or has no commit and ``like`` is True.
+        OSError
+            With ``like``: the process has no free file descriptor (``EMFILE``).
         """
         if self.devices is not None and device not in self.devices:
             raise StoreError(f"the store holds no memory of device {device}: it was served for {self.devices}")

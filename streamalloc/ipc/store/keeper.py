@@ -261,7 +261,9 @@ class Systemd:
 
 
 class KeeperProcess:
-    """The connection to a keeper process (:func:`keep`). The process is started if the store has none."""
+    """The connection to a keeper process (:func:`keep`). The process is started if the store has none. Raises OSError
+    if it cannot be started, or does not listen within 30 s.
+    """
 
     most = sys.maxsize
     """Largest number of descriptors that the process keeps: in effect, no limit."""
