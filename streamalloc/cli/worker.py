@@ -62,14 +62,17 @@ class Worker(Closes):
         Raises
         ------
         WorkerError
-            The function has raised an error, or the process has ended.
+            The function has raised an error, the process has ended, or an earlier call has timed out.
         TimeoutError
-            The process has not answered for 60 s. The next call would take the late answer as its own, so the worker
-            has to be closed.
+            The process has not answered for 60 s.
         """
+        if self._connection.closed:
+            raise WorkerError("the other process has not answered an earlier call in time")
         try:
             self._connection.send((function, arguments))
             if not self._connection.poll(SECONDS):
+                # The next call would take the late answer as its own.
+                self._connection.close()
                 raise TimeoutError(f"the other process has not answered for {SECONDS:.0f} s")
             failed, answer = self._connection.recv()
         except (EOFError, ConnectionError):

@@ -1,8 +1,10 @@
 """``python -m streamalloc tour``: it shows the code that runs, and a result that is not as expected makes it fail."""
 
+import contextlib
 import inspect
 import os
 import re
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.cli import tour
-from streamalloc.cli.worker import Worker
+from streamalloc.cli.worker import Worker, WorkerError
 from tests.cli.conftest import Complete, Run, complete, without
 from tests.support import Replaced
 
@@ -79,6 +81,16 @@ def test_a_process_that_is_killed_fails_its_parts(machine: Any, run: Run, monkey
     monkeypatch.setattr(Worker, "ask", kill_and_ask)
     text = run("tour", code=1)
     assert "FAILED  WorkerError: the other process has ended" in text
+
+
+def test_a_late_answer_is_not_that_of_the_next_call(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamalloc.cli.worker.SECONDS", 0.5)
+    with contextlib.closing(Worker(machine)) as worker:
+        with pytest.raises(TimeoutError, match="has not answered"):
+            worker.ask(time.sleep, 1.5)
+        time.sleep(1.5)
+        with pytest.raises(WorkerError, match="an earlier call"):
+            worker.ask(os.getpid)
 
 
 @pytest.mark.parametrize(
