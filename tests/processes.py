@@ -252,7 +252,11 @@ class Partner:
         return self._answer()
 
     def _answer(self) -> tuple[Any, tuple[ipc.Fd, ...]]:
-        data, numbers, _, _ = socket.recv_fds(self._socket, _LARGEST, 64)
+        try:
+            data, numbers, _, _ = socket.recv_fds(self._socket, _LARGEST, 64)
+        except TimeoutError:
+            self._socket.close()  # The next call would take the late answer as its own.
+            raise
         fds = tuple(ipc.Fd(number) for number in numbers)
         if not data:
             raise ConnectionError("the other process has ended")

@@ -12,6 +12,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
 from tests import leftovers
 from tests.interrupting import interrupts, since_3_11
+from tests.processes import Partner, There
 from tests.support import makes_no_multicast_object
 
 
@@ -44,6 +45,21 @@ def test_a_gate_opens_before_fixtures_wait_for_what_it_holds(gate: Gate, stream:
     """Else a test that fails in between never ends: its stream ends before its gate, and waits."""
     gate.hold(stream)
     assert not stream.query()
+
+
+def test_a_late_answer_of_a_partner_is_not_that_of_the_next_call(on_cuda: bool) -> None:
+    with Partner(on_cuda) as partner:
+        partner.run(_wait, 0)
+        partner._socket.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            partner.run(_wait, 0.6)
+        time.sleep(0.6)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            partner.run(_wait, 0)
+
+
+def _wait(there: There, seconds: float) -> None:
+    time.sleep(seconds)
 
 
 class TestContexts:
