@@ -20,7 +20,7 @@ from typing import Any
 from streamalloc import cupti
 from streamalloc.cli import run as running
 from streamalloc.cli.machine import Chosen
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.terminal import Terminal, write_file
 from streamalloc.driver import DriverMisuseError, checked
 from streamalloc.driver.internal import described
 
@@ -39,8 +39,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
     Exceptions and exit codes of the program are those of the command; but if something other than a leak was found, a
     ``SystemExit`` of the program becomes the exit code 1. With ``--raise`` a hazard raises ``DriverMisuseError``.
-    Raises :class:`UsageError` if the program or a file of ``--kernels`` does not exist, and ``OSError`` if the file of
-    ``--json`` cannot be written.
+    Raises :class:`UsageError` if the program or a file of ``--kernels`` does not exist, or if the file of ``--json``
+    cannot be written.
     """
     running.check_files(options)
     with tempfile.TemporaryDirectory(prefix="streamalloc-check-") as folder:
@@ -48,7 +48,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         found, notes, ended = follow(chosen, options, Path(folder))
         found += [one for path in sorted(Path(folder).glob("*.json")) for one in json.loads(path.read_text("utf-8"))]
     if options.report:
-        Path(options.report).write_text(json.dumps({"hazards": found, "not checked": notes}, indent=1), "utf-8")
+        write_file(options.report, json.dumps({"hazards": found, "not checked": notes}, indent=1))
     failed = any(one["kind"] != "leak" for one in found)
     if ended is not None and not (failed and isinstance(ended, SystemExit)):
         raise ended

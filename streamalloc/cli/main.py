@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import streamalloc
 from streamalloc.cli.machine import choose
-from streamalloc.cli.terminal import OutputError, Terminal, UsageError
+from streamalloc.cli.terminal import OutputError, Terminal, UsageError, check_output
 from streamalloc.driver import DriverNotFoundError, use
 
 _COMMANDS = {
@@ -38,6 +38,11 @@ runs.
 
 _WITHOUT_DRIVER = ("serve", "store")
 """Commands that choose a driver themselves, or use none."""
+
+_OUTPUTS = ("html", "json", "output", "picture", "report")
+"""Options that name files, which a command writes at its end. They are checked at its begin, because a program or a
+measurement may run for hours.
+"""
 
 _READER_LEFT = 128 + 13
 """Exit code if the reader of the output has closed the pipe, as after SIGPIPE."""
@@ -146,6 +151,9 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         terminal.line(parser.format_help().rstrip())
         return 0
     try:
+        for path in (getattr(options, name, None) for name in _OUTPUTS):
+            if path not in (None, "-"):
+                check_output(path)
         if options.command in _WITHOUT_DRIVER:
             return int(_module(options.command).run(terminal, options))
         try:

@@ -31,6 +31,11 @@ _SMALLEST = 1 / 2000
 """Smallest share of all bytes for which a frame is drawn."""
 _COLORS = ("#e0923d", "#3f78b5", "#5f9467", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794")
 
+_PICTURES = (".png", ".svg", ".pdf", ".eps", ".jpg", ".jpeg", ".ps", ".tif", ".tiff", ".webp")
+"""Formats of matplotlib. They are known here, because matplotlib is imported only after the program, which may set it
+up.
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``, ``--html``, ``--picture``, ``--live`` and the arguments of the program to the parser of this
@@ -48,10 +53,12 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program, account for its device memory, and print the report. Returns the exit code 0.
 
     Exceptions and exit codes of the program are those of the command. After an exception of the program, the report
-    comes first. Raises :class:`UsageError` if the program or a file of ``--kernels`` does not exist, if matplotlib is
-    missing for ``--picture``, or if a report cannot be written.
+    comes first. Raises :class:`UsageError` if the program or a file of ``--kernels`` does not exist, if ``--picture``
+    has another format or matplotlib is missing for it, or if a report cannot be written.
     """
     running.check_files(options)
+    if options.picture and not options.picture.lower().endswith(_PICTURES):
+        raise UsageError(f"--picture {options.picture}: the name must end in {', '.join(_PICTURES)}")
     if options.picture and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--picture needs matplotlib: pip install 'streamalloc[plot]'")
     if chosen.is_simulated:

@@ -13,7 +13,7 @@ import dataclasses
 from streamalloc import traces
 from streamalloc.cli import run as running
 from streamalloc.cli.machine import Chosen
-from streamalloc.cli.terminal import Terminal, UsageError
+from streamalloc.cli.terminal import Terminal, writing
 from streamalloc.cupti import internal
 
 
@@ -47,10 +47,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 def _save(terminal: Terminal, options: argparse.Namespace, recording: internal.Recording) -> None:
     trace = dataclasses.replace(traces.from_calls(recording.calls()), source=f"streamalloc record {options.program}")
-    try:
+    with writing(options.output):
         trace.save(options.output)
-    except OSError as error:
-        raise UsageError(f"cannot write {options.output}: {error.strerror}") from None
     terminal.line(f"{options.output}: {trace!r}")
     if recording.failure is not None:
         terminal.line(f"the recording ended early: {type(recording.failure).__name__}: {recording.failure}")

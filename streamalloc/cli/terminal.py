@@ -43,14 +43,36 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
 
 
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Return a context manager for a block that writes the file ``path``, which an option names. ``OSError`` of the
+    block becomes :class:`UsageError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def check_output(path: str) -> None:
+    """Raise :class:`UsageError` if the file ``path``, which an option names, cannot be written. No file is changed or
+    left behind.
+    """
+    new = not os.path.lexists(path)
+    # A pipe or a device is not opened: the reader of a pipe would see its end when this function closes it.
+    if new or os.path.isfile(path) or os.path.isdir(path):
+        with writing(path):
+            open(path, "xb" if new else "ab").close()
+            if new:
+                os.unlink(path)
+
+
 def write_file(path: str, text: str) -> None:
     """Write ``text`` in UTF-8 to the file ``path``, which an option names. Raises :class:`UsageError` if the file
     cannot be written.
     """
-    try:
+    with writing(path):
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
 
 
 class Terminal:

@@ -96,6 +96,29 @@ def test_a_picture_without_matplotlib_is_refused_before_the_program_runs(python:
     assert (done.returncode, done.stdout) == (2, "") and "pip install 'streamalloc[plot]'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("record", "-o"), ("memory", "--json"), ("memory", "--html"), ("memory", "--picture"), ("check", "--json")],
+    ids=" ".join,
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_program_runs(
+    words: tuple[str, str], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text("print('ran')")
+    for file, why in ((tmp_path / "missing" / "x.png", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert f"cannot write {file}: {why}" in refused(*words, str(file), str(tmp_path / "program.py"))
+
+
+@pytest.mark.usefixtures("machine")
+def test_an_output_stays_as_it_is_when_the_program_does_not_start(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    for name in ("old", "new"):
+        assert "there is no file" in refused("record", "-o", str(tmp_path / name), str(tmp_path / "program.py"))
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old", "old")]
+    (tmp_path / "program.py").write_text("print('ran')")
+    assert "must end in .png" in refused("memory", "--picture=peak.txt", str(tmp_path / "program.py"))
+
+
 def test_a_forked_child_that_ends_with_the_program_shows_nothing(command: Any, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import os\nif child := os.fork():\n    os.waitpid(child, 0)\n")
