@@ -584,7 +584,7 @@ def load(source: str | Path | Mapping[str, Any], device: int | None = None) -> T
     Raises
     ------
     TraceFormatError
-        The file has none of these formats, or is damaged.
+        ``source`` has none of these formats, or is damaged.
     OSError
         The file cannot be read.
     ValueError
