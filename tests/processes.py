@@ -234,7 +234,7 @@ class Partner:
 
     def result(self) -> Any:
         """Wait for the function's result and return it, or raise the function's error. Raises ConnectionError if the
-        process has ended.
+        process has ended, and TimeoutError after 20 s without an answer, which closes the channel.
         """
         return self._answer()[0]
 

@@ -40,8 +40,8 @@ _WITHOUT_DRIVER = ("serve", "store")
 """Commands that choose a driver themselves, or use none."""
 
 _OUTPUTS = ("html", "json", "output", "picture", "report")
-"""Options that name files, which a command writes at its end. They are checked at its begin, because a program or a
-measurement may run for hours.
+"""Options whose values name files that a command writes at its end. The files are checked before the command runs,
+because a program or a measurement may run for hours.
 """
 
 _READER_LEFT = 128 + 13
