@@ -461,11 +461,15 @@ class Buffer(Memory, Closes):
         """
         if self.freed:
             return
-        if not self._stream.closed:
-            self.free()
-            return
-        await_closed(self._stream)
-        ordered_after(self._stream, self.free)
+        try:
+            if not self._stream.closed:
+                self.free()
+                return
+            await_closed(self._stream)
+            ordered_after(self._stream, self.free)
+        except ClosedError:
+            if not self.freed:  # Otherwise another thread has freed the memory meanwhile.
+                raise
 
     def _free_checked(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
         if still_imported not in _POLICIES:

@@ -375,7 +375,7 @@ class DeferredQueue:
             return True
 
 
-def unless_busy(act: Callable[[], T], otherwise: T, lock: threading.RLock, *more: threading.RLock) -> T:
+def unless_busy(act: Callable[[], T], otherwise: T, lock: Lock | RLock, *more: Lock | RLock) -> T:
     """Call ``act`` while this thread holds ``lock`` and the locks in ``more``, and return the result of ``act``. If
     another thread holds one of these locks, return ``otherwise`` at once. For finalisers, which must not wait for a
     lock.

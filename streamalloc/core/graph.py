@@ -14,7 +14,7 @@ from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import GLOBAL, NOT_CALLED
 from streamalloc.core.stream import StreamLike, as_stream, captures_changed
-from streamalloc.driver.internal import cuda
+from streamalloc.driver.internal import RLock, cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,7 +45,7 @@ class Graph(Closes):
         graph.launch(stream)
     """
 
-    __slots__ = ("__weakref__", "_closed", "_executable", "_handle", "_session", "device", "kept")
+    __slots__ = ("__weakref__", "_closed", "_executable", "_handle", "_in_use", "_session", "device", "kept")
 
     def __init__(self, device: Device) -> None:
         self.device: Device = device
@@ -56,6 +56,8 @@ class Graph(Closes):
         self.kept: tuple[object, ...] = ()
         """Objects whose memory the copies of the graph use. The graph keeps these objects alive."""
         self._closed = False
+        self._in_use = RLock()
+        """Lock held while the graph is instantiated or destroyed."""
 
     @classmethod
     def create(cls, device: Device) -> Self:
@@ -124,7 +126,11 @@ class Graph(Closes):
             The driver refuses the graph, for example because a fill or copy uses memory that was freed after the
             capture.
         """
-        if self._executable._raw is None:
+        # Two threads may make the first launch. The driver refuses a second instance of a graph that allocates memory,
+        # and of another graph one of the two instances would be lost.
+        with self._in_use:
+            if self._executable._raw is not None:
+                return self
             flag = cuda.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
             wanted = self._checked_raw(), int(flag) if auto_free_on_launch else 0
             hint = "a fill or copy may use memory that was freed after its capture"
@@ -156,7 +162,7 @@ class Graph(Closes):
         Idempotent.
         """
         self._closed = True
-        with self._session.relaxed():
+        with self._in_use, self._session.relaxed():
             try:
                 self._executable.attempt()
             finally:

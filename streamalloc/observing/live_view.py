@@ -21,7 +21,7 @@ from streamalloc.core.session import session_of, sessions
 from streamalloc.driver import ForkedProcessError
 from streamalloc.formats.html import gauge, mib, place, table
 from streamalloc.pool import MemoryPool, PoolStatistics
-from streamalloc.pool.internal import known_pools, reading
+from streamalloc.pool.internal import known_pools
 
 _HEAD = ("pool", "used", "reserved", "most used", "most reserved")
 
@@ -55,7 +55,7 @@ def _figures(pool: MemoryPool) -> PoolFigures | None:
         return None
     try:
         read = pool.attributes
-        with session.relaxed(), reading(pool):
+        with session.relaxed():
             reserved = read.reserved_mem_current, read.reserved_mem_high
             now = PoolStatistics(*reserved, read.used_mem_current, read.used_mem_high)
             return PoolFigures(_name(pool), now, _capacity(pool))

@@ -8,13 +8,16 @@ from typing import Any
 from streamalloc.core.errors import ClosedError, PeerAccessError, refused
 from streamalloc.core.internal import Allocator, Device, known_location
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType, checked_type
+from streamalloc.pool.ending import PoolEnd, reading
 
 
 class GrantsAccess(Allocator):
     """Base class with the methods of :class:`MemoryPool` that read and set which devices have access to its memory."""
 
-    __slots__ = ("closed",)
+    __slots__ = ("_end", "closed")
 
+    _end: PoolEnd | None
+    """Queue item that destroys the pool; None if this object does not own the pool."""
     closed: bool
     """Whether the pool was closed."""
 
@@ -28,7 +31,8 @@ class GrantsAccess(Allocator):
         """Call driver function ``name`` with this pool as its first argument, and return its results. Raises
         ClosedError, CudaError with ``hint``.
         """
-        return self._session.call(name, self.checked_raw(), *args, hint=hint)
+        with reading(self._end):
+            return self._session.call(name, self.checked_raw(), *args, hint=hint)
 
     @property
     def peers(self) -> frozenset[Device]:

@@ -9,14 +9,16 @@ destroyed, its end is an item of the deferred queue.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import CudaError
-from streamalloc.core.internal import Fence, HandleEnd
+from streamalloc.core.internal import Fence, HandleEnd, unless_busy
 from streamalloc.core.properties import MemAllocationType, MemLocation
 from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver.internal import cuda
+from streamalloc.driver.internal import Lock, RLock, cuda
 from streamalloc.pool.places import existing_pool, has_calls_of_its_own, pool_locations, set_current_pool
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class KnownPools:
         """Caches over these pools. The close of a pool closes its caches, so that they return their memory."""
         self.closed: set[int] = set()
         """Driver handles of closed pools that are not destroyed yet."""
+        self.adopting = RLock()
+        """Lock held while an object for a pool of other code is listed, so that two threads make no two owners."""
 
 
 pools_of: PerDriver[KnownPools] = PerDriver(KnownPools)
@@ -54,12 +58,19 @@ class PoolEnd(HandleEnd):
         self._frees: Fence | None = None
         """Fence after all frees that were queued when it was made; None if no fence was made."""
         self.readers: int = 0
-        """Number of threads that are reading statistics of the pool. While it is not 0, the pool is not destroyed."""
+        """Number of calls in progress with the pool's handle, without allocations. While it is not 0, the pool is not
+        destroyed.
+        """
+        self._in_use = Lock()
+        """Lock that the thread holds which closes the pool or attempts to destroy it."""
 
     def close(self) -> None:
         """List the pool as closed. If it is the current pool, make the default pool of its location current
         (``cuDeviceSetMemPool``, ``cuMemSetMemPool``). Raises CudaError.
         """
+        unless_busy(self._close, None, self._in_use)
+
+    def _close(self) -> None:
         if self._raw is not None:
             pools_of(self._session).closed.add(int(self._raw))
         self._resign()
@@ -68,6 +79,11 @@ class PoolEnd(HandleEnd):
         """Destroy the pool (``cuMemPoolDestroy``) if it has no allocation, no pending free and no reader. Returns
         whether the pool is destroyed. Raises CudaError.
         """
+        # Two threads may close the pool, or a close may come beside a point of work. Without the lock, one thread would
+        # call the driver with the handle of a pool that the other one has destroyed, which may crash.
+        return unless_busy(self._attempt, False, self._in_use)
+
+    def _attempt(self) -> bool:
         raw = self._raw
         if raw is None:
             return True
@@ -127,3 +143,20 @@ class PoolEnd(HandleEnd):
 
     def _number(self, attribute: Any) -> int:
         return int(self._session.call("cuMemPoolGetAttribute", self._raw, attribute))
+
+
+@contextlib.contextmanager
+def reading(end: PoolEnd | None) -> Iterator[None]:
+    """Return a context manager in which a pool with this ``end`` is not destroyed, even if another thread closes it.
+    For calls with the pool's handle: the driver may crash on the handle of a destroyed pool. The caller asks within the
+    block whether the pool is open. None stands for a pool that this process does not own.
+    """
+    if end is None:
+        yield
+        return
+    # No function is called between the read and the write, so Python switches no threads there.
+    end.readers += 1
+    try:
+        yield
+    finally:
+        end.readers -= 1

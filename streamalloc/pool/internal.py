@@ -17,7 +17,7 @@ from streamalloc.pool.plain import (
     refuse_second_owner,
 )
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
-from streamalloc.pool.pool import MemoryPool, known_pools, pool_holders, reading
+from streamalloc.pool.pool import MemoryPool, known_pools, pool_holders
 
 
 def collect_dropped(cache: CachingAllocator) -> None:

@@ -52,7 +52,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Drawn, Row, gauge, place
 from streamalloc.pool.access import GrantsAccess
 from streamalloc.pool.attributes import ATTRIBUTES, PoolAttributes, PoolStatistics
-from streamalloc.pool.ending import PoolEnd, pools_of
+from streamalloc.pool.ending import PoolEnd, pools_of, reading
 from streamalloc.pool.places import existing_pool, location_of_pool, pool_locations, set_current_pool
 from streamalloc.pool.plain import THIS, check_handle, is_ours, refuse_second_owner
 from streamalloc.pool.properties import MemPoolProps
@@ -129,13 +129,10 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         There is not enough memory for ``initial_size``.
     """
 
-    __slots__ = ("_end", "_on_oom", "_owner", "allocation_type", "name", "properties")
+    __slots__ = ("_on_oom", "_owner", "allocation_type", "name", "properties")
 
     _owner: object
     """Object of other code that owns the pool, kept alive here; unset or None if there is no such object."""
-    _end: PoolEnd | None
-    """Queue item that destroys the pool; None if this object does not own the pool."""
-
     allocation_type: MemAllocationType
     """Kind of the memory: pinned in its location, or managed."""
     properties: MemPoolProps | None
@@ -333,12 +330,15 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
             raise ValueError(f"owner={THIS!r}: this is the default pool of {location}, which cannot be destroyed")
         pool = cls.__new__(cls)
         pool._end = end = PoolEnd(session, location, allocation_type) if ours else None
-        if end is not None:
-            deferred_queue(session).end_with(pool, end)
-            end._raw = handle
-        pool._open(session, handle, location, allocation_type)
-        pool._owner = None if ours else owner
-        return pool
+        with pools_of(session).adopting:
+            if cls._known(session, handle) is known:
+                if end is not None:
+                    deferred_queue(session).end_with(pool, end)
+                    end._raw = handle
+                pool._open(session, handle, location, allocation_type)
+                pool._owner = None if ours else owner
+                return pool
+        return cls.from_handle(raw, owner=owner, location=location, driver=driver)  # Another thread was faster.
 
     @staticmethod
     def _known(session: Session, raw: Any) -> MemoryPool | None:
@@ -392,9 +392,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         """
         session = self._session
         work(session)
-        raw, read = self.checked_raw(), session.cuMemPoolGetAttribute
-        with session.beside_captures():
-            answers = [read(raw, figure) for figure in _FIGURES]
+        read = session.cuMemPoolGetAttribute
+        with session.beside_captures(), reading(self._end):
+            answers = [read(self.checked_raw(), figure) for figure in _FIGURES]
         for result, _ in answers:
             if result:
                 raise error_from(result, "cuMemPoolGetAttribute")
@@ -620,23 +620,6 @@ def allocate(nbytes: int | str, stream: StreamLike) -> Buffer:
     return CurrentPool.of(stream.device).allocate(nbytes, stream)
 
 
-@contextlib.contextmanager
-def reading(pool: MemoryPool) -> Iterator[None]:
-    """Return a context manager in which an open pool is not destroyed, even if another thread closes it. For queries of
-    the pool: the driver may crash on the handle of a destroyed pool.
-    """
-    end = pool._end
-    if end is None:
-        yield
-        return
-    # No function is called between the read and the write, so Python switches no threads there.
-    end.readers += 1
-    try:
-        yield
-    finally:
-        end.readers -= 1
-
-
 def known_pools(session: Session) -> list[MemoryPool]:
     """Return the open pools of a driver that have an object in this process."""
     # `valuerefs` lists the references in one call: during a loop over the dict, another thread could add a pool.
@@ -651,7 +634,7 @@ def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool
     found: list[tuple[int, str]] = []
     for pool in known_pools(session):
         if pool.location == location and pool is not except_for:
-            with contextlib.suppress(ClosedError, CudaError), session.relaxed(), reading(pool):
+            with contextlib.suppress(ClosedError, CudaError), session.relaxed():
                 reserved, used = pool.attributes.reserved_mem_current, pool.attributes.used_mem_current
                 name = f"pool {pool.name!r}" if pool.name else f"the pool {int(pool.checked_raw()):#x}"
                 found.append((reserved, f"{name}: {size_text(reserved)} reserved, {size_text(used)} used"))
@@ -664,7 +647,7 @@ def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocatio
     imported pool.
     """
     made = MemoryPool.__new__(MemoryPool)
-    made._session, made._raw, made.closed = session, raw, False
+    made._session, made._raw, made.closed, made._end = session, raw, False, None
     # This attribute is read first, because driver 580 refuses it for a destroyed pool. cuMemPoolGetAccess, below, would
     # return a wrong result, or crash.
     hint = "the pool was destroyed, is of another process, or was imported: see ipc.ImportedPool.from_handle"

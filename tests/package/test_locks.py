@@ -22,10 +22,12 @@ from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.fence import Fence, all_work, queue_behind, queue_if_allowed, settle
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.core.stream import OwnStream
+from streamalloc.driver.internal import cuda
 from streamalloc.interop import torch as torch_bridge
 from streamalloc.observing import observer as observed
 from streamalloc.observing.records import Phase
 from streamalloc.pool.cache.state import CacheState
+from streamalloc.pool.ending import PoolEnd
 from streamalloc.testing import leaks as objects
 from streamalloc.testing.leaks import Accounts
 from streamalloc.vmm.internal import unwatch_mappings, watch_mappings
@@ -146,6 +148,76 @@ class TestSessions:
         listed: Any = weakref.WeakValueDictionary.valuerefs
         for _ in interleaved(listed, make, lambda _: sessions(), make_another):
             assert {*made} == {*sessions()}
+
+
+class TestEnds:
+    """Two threads use, close or adopt one object: each driver call succeeds, and each end is made once."""
+
+    @pytest.fixture
+    def device(self) -> sa.Device:
+        return sa.Device(0, driver=sd.traced(sd.simulated()))
+
+    @staticmethod
+    def use(act: Callable[[Any], object]) -> Callable[[Any], object]:
+        """``act``, which may find the object closed."""
+
+        def used(it: Any) -> None:
+            with contextlib.suppress(sa.ClosedError):
+                act(it)
+
+        return used
+
+    @staticmethod
+    def ends(device: sa.Device, *of: str) -> list[int]:
+        """How often each of these functions was called. All driver calls must have succeeded."""
+        calls: Any = device.driver
+        assert [call for call in calls.calls if call.answer[0]] == []
+        found = [names(calls).count(name) for name in of]
+        calls.calls.clear()
+        return found
+
+    @pytest.mark.parametrize(
+        ("function", "act", "other"),
+        [
+            (PoolEnd._attempt, sa.MemoryPool.close, lambda it: it._end.attempt()),
+            (sa.MemoryPool._call, sa.MemoryPool.trim, sa.MemoryPool.close),
+            (sa.MemoryPool.statistics, sa.MemoryPool.statistics, sa.MemoryPool.close),
+        ],
+    )
+    def test_of_a_pool(self, device: sa.Device, function: Any, act: Any, other: Any) -> None:
+        for pool in interleaved(function, lambda: sa.MemoryPool(device), self.use(act), other):
+            pool.close()
+            device.synchronize()
+            assert self.ends(device, "cuMemPoolDestroy") == [1]
+
+    def test_of_a_pool_of_other_code(self, device: sa.Device) -> None:
+        def adopt(made: list[Any]) -> None:
+            with contextlib.suppress(ValueError):
+                made.append(sa.MemoryPool.from_handle(made[0], owner="this", driver=device.driver))
+
+        props = cuda.CUmemPoolProps()
+        props.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        props.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        adopting = sa.MemoryPool.from_handle.__func__  # type: ignore[attr-defined]
+        for made in interleaved(adopting, lambda: [device.driver.cuMemPoolCreate(props)[1]], adopt, adopt, at="line"):
+            assert len(made) == 2
+            made[1].close()
+            assert names(device.driver).count("cuMemPoolDestroy") == 1
+            device.driver.calls.clear()  # type: ignore[attr-defined]
+
+    def test_of_a_buffer(self, device: sa.Device) -> None:
+        with sa.MemoryPool(device) as pool, device.create_stream() as stream:
+            for _ in interleaved(sa.Buffer.close, lambda: pool.allocate(64, stream), sa.Buffer.close, sa.Buffer.close):
+                assert self.ends(device, "cuMemFreeAsync") == [1]
+
+    @pytest.mark.parametrize("act", [sa.Graph.instantiate, sa.Graph.close])
+    def test_of_a_graph(self, device: sa.Device, act: Any) -> None:
+        for graph in interleaved(
+            sa.Graph.instantiate, lambda: sa.Graph.create(device), self.use(sa.Graph.instantiate), self.use(act)
+        ):
+            graph.close()
+            made, *ended = self.ends(device, "cuGraphInstantiate", "cuGraphExecDestroy", "cuGraphDestroy")
+            assert made <= 1 and ended == [made, 1]
 
 
 class TestStreams:
