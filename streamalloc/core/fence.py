@@ -51,6 +51,7 @@ from streamalloc.core.stream import (
     draining,
     known_streams,
     legacy_stream,
+    per_thread_stream,
 )
 
 if TYPE_CHECKING:
@@ -110,7 +111,9 @@ class Fence:
     ) -> None:
         self.session: Session = session
         self._thread = None if ends is None else 0 if in_item else threading.get_ident()
-        """Identifier of the thread that named the ends; 0 with ``in_item``; None if the ends are all known streams."""
+        """Identifier of the thread that named the ends. 0 with ``in_item``, and once one of the events was closed. None if
+        the ends are all known streams.
+        """
         self.queueing: int = threading.get_ident() if queueing else 0
         """Identifier of the thread that is still queueing the work, or 0. Until that thread sets 0, the fence is not
         done, and no event of a stream is kept. The thread sets 0 by an assignment, during which no signal handler can
@@ -203,10 +206,14 @@ class Fence:
         if isinstance(end, Event):
             if end._raw is not None:
                 return (end,)
-            # The caller may have closed its event before the work was done, so all known streams take the event's
-            # place. Without given events (`_thread` is None), the closed event is that of a closed stream, and was
+            # Without given events (`_thread` is None), the closed event is that of a closed stream, and was
             # synchronised before its close: nothing is left to wait for.
-            return () if self._thread is None else Fence(self.session)._ends
+            if self._thread is None:
+                return ()
+            # The caller may have closed its event before the work was done, so all known streams and the per-thread
+            # streams of all threads take the event's place.
+            self._thread = 0
+            return (*Fence(self.session)._ends, *self._events(per_thread_stream(end.device)))
         try:
             return (_record_after(end, self._thread not in (None, threading.get_ident())) or end,)
         except CaptureError:

@@ -36,7 +36,7 @@ from streamalloc.core.internal import (
     location_of,
     session_for,
 )
-from streamalloc.core.properties import MemLocation, checked_number, checked_size
+from streamalloc.core.properties import MemLocation, MemLocationType, checked_number, checked_size
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.places import Address, has_access, residence_of
@@ -487,7 +487,7 @@ class PlainMemory(_Source):
     ) -> None:
         super().__init__(where, managed, driver)
         on_host = self.location == MemLocation.host()
-        if not on_host and self._ordinal is None and not managed:
+        if not on_host and self.location.type is not MemLocationType.DEVICE:
             raise ValueError(f"where={self.location}: allowed are a device and MemLocation.host()")
         if (on_host and managed) or (write_combined and not on_host):
             raise ValueError(f"where={self.location}: managed is for devices, write_combined for the host")
@@ -527,7 +527,7 @@ class PlainMemory(_Source):
         Raises
         ------
         ValueError
-            The memory is host or managed memory.
+            The memory is host or managed memory, or a size is negative.
         InvalidValueError
             A size is 0, or ``element`` is not 4, 8 or 16.
         OutOfMemoryError, CaptureError, TypeError, ClosedError
@@ -537,6 +537,7 @@ class PlainMemory(_Source):
             raise ValueError(f"{self!r} has no rows with a pitch: device memory has")
         ordered = as_stream(stream, self._session)
         ordered.refuse_capture("cuMemAllocPitch", "only pools of device memory allocate in a capture")
+        width, height = checked_size("width", width), checked_size("height", height)
         end, pitch = self._create(ordered, "cuMemAllocPitch", width, height, element)
         return PlainBuffer(end, pitch * height), pitch
 

@@ -486,7 +486,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         Allocations in use stay usable and can be freed. The pool is destroyed once all its allocations are freed and
         the frees have run, for example at a later synchronisation of the host. If the pool is the current pool, the
         default pool of its location becomes current. Caches over the pool are closed. For a pool that other code owns,
-        the call does nothing.
+        the call does nothing. Any thread may query, trim or close the pool meanwhile, but not allocate from it.
         """
         if self.closed or self._end is None:
             return

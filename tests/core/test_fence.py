@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -92,6 +93,26 @@ def test_an_event_that_its_owner_closes(device: sa.Device, stream: sa.Stream, ga
         for fence in fences:
             fence.synchronize()
             assert eventually(fence.done)
+
+
+def test_an_event_of_another_thread_that_its_owner_closes(device: sa.Device, gate: Gate) -> None:
+    """Its work is on that thread's default stream, which is a known stream of that thread alone."""
+
+    def record() -> sa.Event:
+        gate.hold(device.per_thread_stream)
+        event = device.per_thread_stream.record()
+        event._spare = None
+        return event
+
+    with ThreadPoolExecutor(1) as thread:
+        event = thread.submit(record).result()
+        fence = Fence(session_of(device), [event])
+        event.close()
+        assert not fence.done()
+        gate.open()
+        fence.synchronize()
+        assert fence.done()
+        thread.submit(lambda: device.per_thread_stream.synchronize()).result()
 
 
 def test_a_default_stream_is_recorded_after_a_capture(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:

@@ -82,6 +82,7 @@ class TestPlainMemory:
             assert holds(buffer, 2)
         with pytest.raises(ValueError, match="no rows with a pitch"):
             sa.PlainMemory(sa.MemLocation.host(), driver=device.driver).allocate_pitched(1000, 3, stream)
+        each_raises(ValueError, lambda: sa.PlainMemory(device).allocate_pitched(-5, 3, stream), match="width=-5")
 
     def test_refused(self, device: sa.Device, stream: sa.Stream) -> None:
         plain = sa.PlainMemory(device)
@@ -94,8 +95,9 @@ class TestPlainMemory:
         for options in ({"where": device, "write_combined": True}, host):
             with pytest.raises(ValueError, match="managed is for devices"):
                 sa.PlainMemory(**options)
-        with pytest.raises(ValueError, match="allowed are a device"):
-            sa.PlainMemory(sa.MemLocation.host_numa(0), driver=device.driver)
+        for managed in (False, True):
+            with pytest.raises(ValueError, match="allowed are a device"):
+                sa.PlainMemory(sa.MemLocation.host_numa(0), managed=managed, driver=device.driver)
         faults: Any = Faults(device.driver)
         shaky = sa.Device(0, driver=faults)
         with shaky.create_stream() as other:
