@@ -111,8 +111,8 @@ class Fence:
     ) -> None:
         self.session: Session = session
         self._thread = None if ends is None else 0 if in_item else threading.get_ident()
-        """Identifier of the thread that named the ends. 0 with ``in_item``, and once one of the events was closed. None if
-        the ends are all known streams.
+        """Identifier of the thread that named the ends. 0 with ``in_item``, and once one of the events was closed. None
+        if the ends are all known streams.
         """
         self.queueing: int = threading.get_ident() if queueing else 0
         """Identifier of the thread that is still queueing the work, or 0. Until that thread sets 0, the fence is not
