@@ -155,8 +155,8 @@ class Allocator(Unique, BufferSource):
         Raises
         ------
         OutOfMemoryError
-            The size is more than the pool's maximum; without a maximum, more than the memory of the device. Other
-            errors are those of :meth:`allocate`.
+            The size is more than the pool's maximum or the memory of the device. Other errors are those of
+            :meth:`allocate`.
         """
         # asyncio is imported here, because it would double the import time of the package. A program with a running
         # event loop has imported it already.
@@ -167,8 +167,7 @@ class Allocator(Unique, BufferSource):
             try:
                 return self.allocate(nbytes, stream)
             except OutOfMemoryError as error:
-                most = error.limit or error.total
-                if error.requested is None or (most is not None and error.requested > most):
+                if error.requested is None or _exceeded(**vars(error)):
                     raise
             await sleep(pause)
             pause = min(2 * pause, _LONGEST)
@@ -229,8 +228,8 @@ class Allocator(Unique, BufferSource):
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
         """Handle ``result``, the driver's error for an allocation. If memory is exhausted, release unused memory and
-        allocate again. Repeat this as long as the pool's ``on_oom`` function returns True (:meth:`_ask_again`). Raises
-        the last error if no allocation succeeds.
+        allocate again. Repeat this as long as the pool's ``on_oom`` function returns True (:meth:`_ask_again`). It is
+        not called for a request that no free can make room for. Raises the last error if no allocation succeeds.
         """
         if result != _OUT_OF_MEMORY:
             in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
@@ -246,7 +245,7 @@ class Allocator(Unique, BufferSource):
             with self._session.relaxed():
                 failure = self._out_of_memory(result, buffer, capturing, trouble)
             try:
-                if capturing or not self._ask_again(failure):
+                if capturing or _exceeded(**vars(failure)) or not self._ask_again(failure):
                     raise failure
             finally:
                 # Delete the local name: error and frame would form a reference cycle that keeps the callers' objects
@@ -318,13 +317,20 @@ def read_or_none(ask: Callable[[], T]) -> T | None:
         return None
 
 
+def _exceeded(requested: int = 0, limit: int | None = None, total: int | None = None, **_: object) -> str:
+    """Return the name of a bound (bytes) that a request exceeds, so that no free can make room for it; ``""`` if there
+    is none. The arguments are figures of an :class:`OutOfMemoryError`.
+    """
+    bounds = ((limit, "the pool's max_size"), (total, "the device's memory"))
+    return next((name for bound, name in bounds if bound is not None and requested > bound), "")
+
+
 def _advice(
     requested: int, used: int | None = None, limit: int | None = None, total: int | None = None, **_: object
 ) -> str:
     """Return the likely cause of an out-of-memory error with these figures (bytes), as the hint of its message."""
-    for bound, name in ((limit, "the pool's max_size"), (total, "the device's memory")):
-        if bound is not None and requested > bound:
-            return f"the request is larger than {name}"
+    if name := _exceeded(requested, limit, total):
+        return f"the request is larger than {name}"
     if limit is not None and used is not None and requested + used > limit:
         return "the pool's max_size does not leave room for it"
     return "memory that was freed comes back once its streams were synchronized; other pools' after trim()"

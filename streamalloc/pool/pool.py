@@ -113,9 +113,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         Policy for an allocation that finds no memory even after caches of the pool have returned their free memory.
         ``"raise"`` raises the error. ``"sync-trim-retry"`` waits for the streams that this package knows, trims the
         pool, and tries the allocation once more. A function is called with the :class:`OutOfMemoryError` after each
-        failed attempt, on the thread of the allocation, but not while the stream is being captured. If the function
-        returns True, because it has released memory, the allocation is tried again. Exceptions of the function go to
-        the caller of the allocation.
+        failed attempt, on the thread of the allocation, but not while the stream is being captured, nor for more bytes
+        than ``max_size`` or the memory of the device. If the function returns True, because it has released memory, the
+        allocation is tried again. Exceptions of the function go to the caller of the allocation.
     driver
         The driver to use if ``where`` is not a :class:`Device`.
 

@@ -238,17 +238,36 @@ class TestOutOfMemory:
         def fail(failure: sa.OutOfMemoryError) -> bool:
             raise KeyError(failure.requested)
 
-        with sa.MemoryPool(device, max_size=GROWTH, on_oom=refuse) as pool, pool.make_current():
+        with (
+            sa.MemoryPool(device, max_size=GROWTH, on_oom=refuse) as pool,
+            pool.make_current(),
+            pool.allocate(GROWTH // 2, stream),
+        ):
             for allocate in (pool.allocate, sa.allocate):
                 with pytest.raises(sa.OutOfMemoryError) as caught:
-                    allocate(2 * GROWTH, stream)
+                    allocate(GROWTH, stream)
                 assert asked.pop() is caught.value and asked == []
             pool.on_oom = fail
-            with pytest.raises(KeyError, match=str(2 * GROWTH)):
-                pool.allocate(2 * GROWTH, stream)
+            with pytest.raises(KeyError, match=str(GROWTH)):
+                pool.allocate(GROWTH, stream)
             with pytest.raises(ValueError, match="sync-trim-retry"):
                 pool.on_oom = "sync_trim_retry"  # type: ignore[assignment]
             assert pool.on_oom is fail
+
+    @pytest.mark.parametrize("max_size", [GROWTH, 1 << 40])
+    def test_a_function_is_not_asked_in_vain(self, device: sa.Device, stream: sa.Stream, max_size: int) -> None:
+        """Nor does a task wait for what no free can make room for."""
+
+        def fail(failure: sa.OutOfMemoryError) -> bool:
+            raise AssertionError(failure)
+
+        nbytes = 2 * GROWTH if max_size == GROWTH else device.memory_info().total + GROWTH
+        with sa.MemoryPool(device, max_size=max_size, on_oom=fail) as pool, pool.make_current():
+            for allocate in (pool.allocate, sa.allocate):
+                with pytest.raises(sa.OutOfMemoryError, match="the request is larger than the"):
+                    allocate(nbytes, stream)
+            with pytest.raises(sa.OutOfMemoryError):
+                asyncio.run(asyncio.wait_for(pool.allocate_async(nbytes, stream), 1))
 
     def test_caches_return_their_memory_before(self, device: sa.Device, stream: sa.Stream) -> None:
         def fail(failure: sa.OutOfMemoryError) -> bool:
