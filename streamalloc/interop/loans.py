@@ -101,6 +101,7 @@ class Lent(TypedView[Any]):
 
     def __init__(self, view: TypedView[Any], user: StreamLike | None) -> None:
         super().__init__(view, view.dtype, view.shape)
+        self.check_usable()
         self._end = _End(view, self._session, None, self.stream)
         # The queue of deferred releases keeps the end of the loan. Otherwise a signal handler that raises in __del__
         # could make the memory be freed too early.

@@ -254,10 +254,11 @@ class TorchMemorySaver:
         """
         chosen = self._chosen(tag)
         paused = {
-            group: {buffer: one for buffer, one in buffers.items() if buffer.evicted}
+            group: evicted
             for group, buffers in chosen.items()
+            if (evicted := {buffer: one for buffer, one in buffers.items() if buffer.evicted})
         }
-        if chosen and not any(paused.values()):
+        if chosen and not paused:
             raise EvictedError(f"no memory of tag={tag!r} is paused")
         with contextlib.ExitStack() as undo:
             for group, buffers in paused.items():

@@ -46,6 +46,13 @@ LEND: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class TestLent:
+    @pytest.mark.parametrize("name", LEND)
+    def test_memory_that_sleeps_is_refused(self, get: Get, name: str, device: sa.Device, stream: sa.Stream) -> None:
+        library = get(name)
+        with vmm.GrowableBuffer(device, 2 * MiB, 2 * MiB, stream=stream) as buffer:
+            buffer.evict()
+            each_raises(sa.EvictedError, lambda: LEND[name](library, buffer))
+
     def test_form(self, get: Get, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device) -> None:
         library = get("cupy")
         buffer = pool.allocate(64, stream)

@@ -440,6 +440,19 @@ class TestMemory:
             with torch.module.cuda.device(ordinal):
                 assert torch.holds(tensor, ordinal + 1)
 
+    @pytest.mark.gpus(2)
+    def test_resumes_only_the_tag(self, torch: Library, saver: TorchMemorySaver) -> None:
+        """A device whose memory of the tag is awake keeps its memory of other tags paused."""
+        tensors = []
+        for ordinal, tag in enumerate(("tag", "other")):
+            with torch.module.cuda.device(ordinal), saver.region(tag=tag):
+                tensors.append(torch.make(N))
+        saver.pause()
+        with torch.module.cuda.device(1), saver.region(tag="tag"):
+            tensors.append(torch.make(N))
+        saver.resume("tag")
+        assert mapped(saver) == 2 * N
+
 
 class TestRefused:
     @pytest.mark.parametrize(
