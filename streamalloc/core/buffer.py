@@ -78,6 +78,7 @@ StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
 _POLICIES = ("defer", "wait", "raise", "ignore")
 _DEFER: StillImported = "defer"
 
+_NOT_ALLOCATED = "no launch has allocated the memory since its last free"
 _FOREIGN_IN_CAPTURE = (
     "the stream is being captured, where only memory that the capture allocated can be freed; free it after the capture"
 )
@@ -367,6 +368,11 @@ class Buffer(Memory, Closes):
         memory of a shared buffer may still wait for other processes.
         """
         return self._ptr is None and self.shared is None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the buffer was freed: the same as :attr:`freed`, under the name that other owners have."""
+        return self.freed
 
     def free(
         self,
@@ -669,7 +675,8 @@ class GraphBuffer(Buffer):
         ------
         TypeError, ValueError
             ``graph`` is not a :class:`Graph`, ``nbytes`` is not a size, ``stream`` is not a :class:`Stream`, ``access``
-            names something that is not a device, or one of them belongs to another driver.
+            names something that is not a device, or one of them belongs to another driver. Or the graph was
+            instantiated already, for example by its first launch.
         InvalidValueError
             A node is of another graph, or the size is 0.
         ClosedError
@@ -701,7 +708,7 @@ class GraphBuffer(Buffer):
         nodes = list(after)
         source = PlainSource(session, Residence(device.location, managed=False), session.cuMemFreeAsync)
         buffer = filled(cls, source, None, size, stream)
-        wanted = graph._checked_raw(), nodes, len(nodes), params
+        wanted = graph._raw_to_extend(), nodes, len(nodes), params
         buffer.node = session.call_in(device.ordinal, "cuGraphAddMemAllocNode", *wanted)
         buffer._graph, buffer._address = graph, int(params.dptr)
         buffer._ptr = cuda.CUdeviceptr(buffer._address)
@@ -722,15 +729,15 @@ class GraphBuffer(Buffer):
         InvalidValueError
             A node is of another graph.
         ValueError
-            Other code captured the graph, so that its handle is unknown.
+            Other code captured the graph, so that its handle is unknown. Or the graph was instantiated already.
         """
         graph = self._graph
         if graph is None:
             raise ValueError(
                 f"{self!r} is of a graph that other code captured: call cuGraphAddMemFreeNode with its handle"
             )
-        nodes = list(after)
-        args = graph._checked_raw(), nodes, len(nodes), self._live()
+        nodes, pointer = list(after), self._live()
+        args = graph._raw_to_extend(), nodes, len(nodes), pointer
         node = graph._session.call_in(graph.device.ordinal, "cuGraphAddMemFreeNode", *args)
         self._ptr = None
         return node
@@ -782,9 +789,12 @@ class GraphBuffer(Buffer):
         if not captured:
             self._ptr = pointer
 
+    def _access_hint(self, stream: Stream) -> str:
+        return super()._access_hint(stream) or ("" if stream._capture else _NOT_ALLOCATED)
+
     def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: SharedState | None) -> CudaError:
         self._ptr = ptr  # The next launch allocates memory at the same address.
-        return free_refused(result, ordered, "no launch has allocated the memory since its last free")
+        return free_refused(result, ordered, _NOT_ALLOCATED)
 
     def _belongs_to(self, graph: object) -> bool:
         # One capture may contain streams of this package and of other code. So if either graph is unknown, the driver

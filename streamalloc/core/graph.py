@@ -10,7 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.deferred import HandleEnd, deferred_queue, work
-from streamalloc.core.errors import ClosedError, CudaError
+from streamalloc.core.errors import ClosedError, CudaError, NotSupportedError
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import GLOBAL, NOT_CALLED
 from streamalloc.core.stream import StreamLike, as_stream, captures_changed
@@ -80,6 +80,11 @@ class Graph(Closes):
         return self._handle._raw is not None
 
     @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, also by the end of a ``with`` block."""
+        return self._closed
+
+    @property
     def handle(self) -> int:
         """The driver's handle (``CUgraph``) as a number, for driver calls and cuda.core. :meth:`close` destroys this
         handle.
@@ -96,6 +101,14 @@ class Graph(Closes):
         if raw is None:
             raise ClosedError(f"{self!r} has no nodes: its capture has not ended, failed, or it was closed")
         return raw
+
+    def _raw_to_extend(self) -> Any:
+        """Return the ``CUgraph``, to which nodes are added. Raises ClosedError, and ValueError if the graph was
+        instantiated: its instance would lack the nodes.
+        """
+        if self._executable._raw is not None:
+            raise ValueError(f"{self!r} was instantiated already, and its launches would lack the node: add it before")
+        return self._checked_raw()
 
     @property
     def nodes(self) -> list[str]:
@@ -125,6 +138,8 @@ class Graph(Closes):
         InvalidValueError
             The driver refuses the graph, for example because a fill or copy uses memory that was freed after the
             capture.
+        NotSupportedError
+            The graph allocates memory, and other code has an instance of it.
         """
         # Two threads may make the first launch. The driver refuses a second instance of a graph that allocates memory,
         # and of another graph one of the two instances would be lost.
@@ -135,7 +150,11 @@ class Graph(Closes):
             wanted = self._checked_raw(), int(flag) if auto_free_on_launch else 0
             hint = "a fill or copy may use memory that was freed after its capture"
             owner = self._executable
-            self._session.create_in(self.device.ordinal, owner, "cuGraphInstantiate", *wanted, hint=hint)
+            try:
+                self._session.create_in(self.device.ordinal, owner, "cuGraphInstantiate", *wanted, hint=hint)
+            except NotSupportedError as error:
+                error.hint = "a graph with allocation nodes has one instance at a time, and other code has made one"
+                raise
         return self
 
     def launch(self, stream: StreamLike) -> None:
@@ -148,6 +167,8 @@ class Graph(Closes):
             Memory of an earlier launch is not freed, and the graph was instantiated without ``auto_free_on_launch``.
         ClosedError
             The graph or the stream was closed, or the capture has not ended or has failed.
+        NotSupportedError
+            As for :meth:`instantiate`.
         TypeError, ValueError
             ``stream`` is not a stream of this driver.
         """
@@ -235,7 +256,9 @@ class Capture(contextlib.AbstractContextManager[Graph]):
             # Set before the call: if a signal handler raises when the call returns, `__exit__` still ends the capture.
             self._begun = True
             try:
-                hint = "is the stream being captured already, or a legacy one?"
+                hint = "is the stream being captured already?"
+                if self._origin.is_default and not self._origin.capturable:
+                    hint = "the legacy default stream cannot be captured: capture a stream of Device.create_stream"
                 self._origin.in_context(self._session.call, "cuStreamBeginCapture", raw, self._mode, hint=hint)
             except (CudaError, *NOT_CALLED):
                 self._begun = False

@@ -233,7 +233,7 @@ class TestFailures:
                 assert not isinstance(usual, sa.GraphBuffer)
 
     def test_the_legacy_stream(self, device: sa.Device) -> None:
-        with pytest.raises(sa.CudaError, match="legacy"), device.default_stream.capture():
+        with pytest.raises(sa.CudaError, match="the legacy default stream cannot"), device.default_stream.capture():
             pass
 
     def test_of_memory_that_was_freed(self, stream: sa.Stream) -> None:
@@ -348,6 +348,24 @@ def test_refused(device: sa.Device, stream: sa.Stream) -> None:
             sa.GraphBuffer.add_to(graph, 16, stream, access=[device.location])  # type: ignore[list-item]
         with pytest.raises(ValueError, match="belongs to another driver"):
             sa.GraphBuffer.add_to(graph, 16, stream, access=[sa.Device(0, driver=simulated())])
+        buffer = sa.GraphBuffer.add_to(graph, 16, stream)
+        graph.launch(stream)
+        late = [lambda: sa.GraphBuffer.add_to(graph, 16, stream), lambda: buffer.add_free(after=[buffer.node])]
+        each_raises(ValueError, *late, match="instantiated already, and its launches would lack the node")
+        assert graph.nodes == ["MEM_ALLOC"] and not graph.closed
+        buffer.free()
         graph.close()
         with pytest.raises(sa.ClosedError):
             sa.GraphBuffer.add_to(graph, 16, stream)
+        each_raises(sa.ClosedError, graph.__enter__)
+        assert graph.closed
+
+
+def test_an_instance_of_other_code(raw: Any, device: sa.Device, stream: sa.Stream) -> None:
+    """The driver allows one of a graph that allocates."""
+    with sa.Graph.create(device) as graph:
+        sa.GraphBuffer.add_to(graph, 16, stream)
+        with device.current():
+            instance = raw.cuGraphInstantiate(raw.CUgraph(graph.handle), 0)[1]
+        each_raises(sa.NotSupportedError, lambda: graph.launch(stream), match="one instance at a time, and other code")
+        raw.cuGraphExecDestroy(instance)
