@@ -77,7 +77,9 @@ class CacheStatistics(NamedTuple):
     cached: int
     """Bytes that were freed and that the cache can reuse."""
     misses: int
-    """Allocations that found no cached block and got a new one from the pool, since the cache was made."""
+    """Allocations that got memory from the pool, since the cache was made: the cache had no free block, or does not
+    cache memory of the stream. Allocations in captures do not count.
+    """
 
 
 class CachingAllocator(Allocator, Closes, Shown):
@@ -358,7 +360,9 @@ class CachingAllocator(Allocator, Closes, Shown):
             used = self.pool.attributes.used_mem_current
             if used + nbytes > self.limit:
                 raise self._over_limit(nbytes, used)
-        return self.pool.allocate(nbytes, ordered)
+        buffer = self.pool.allocate(nbytes, ordered)
+        self._state.misses += not captured and nbytes > 0
+        return buffer
 
     def _make_room(self, stream: Stream) -> bool:
         self._state.collect_dropped()
