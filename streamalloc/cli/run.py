@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from streamalloc.cli.machine import Chosen
@@ -98,6 +99,23 @@ def run_program(options: argparse.Namespace) -> dict[str, Any]:
         sys.path.insert(0, os.getcwd())
         if importlib.util.find_spec(options.program.partition(".")[0]) is None:
             raise UsageError(f"there is no module {options.program!r}")
-        return runpy.run_module(options.program, run_name="__main__", alter_sys=True)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
-    return runpy.run_path(options.program, run_name="__main__")
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
+    try:
+        if options.module:
+            return runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+        return runpy.run_path(options.program, run_name="__main__")
+    except BaseException:
+        if sys.excepthook is sys.__excepthook__:  # Otherwise the program has chosen how its errors are shown.
+            sys.excepthook = _show_error
+        raise
+
+
+def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error with its traceback, as ``python`` would, without the frames before those of the program."""
+    shown, inside = trace, False
+    while shown is not None and not (inside and shown.tb_frame.f_globals.get("__name__") != "runpy"):
+        inside = inside or shown.tb_frame.f_code is run_program.__code__
+        shown = shown.tb_next
+    shown = shown if inside else trace  # An error of a command itself is shown whole.
+    sys.__excepthook__(kind, error.with_traceback(shown), shown)

@@ -80,6 +80,8 @@ def test_memory_shows_libraries_and_lines(command: Any, tmp_path: Path) -> None:
 def test_memory_is_shown_when_the_program_raises_or_exits(command: Any, tmp_path: Path) -> None:
     raised = command("memory", tmp_path / "program.py", "raise")
     assert raised.returncode == 1 and "ValueError: the program's own" in raised.stderr
+    first = raised.stderr.splitlines()[1]  # Without the frames of the command.
+    assert raised.stderr.startswith("Traceback") and "program.py" in first and "<module>" in first
     exited = command("memory", tmp_path / "program.py", "exit")
     assert exited.returncode == 3 and exited.stderr == ""
     for done in (raised, exited):
