@@ -475,7 +475,10 @@ class RingProducer(RingEnd):
         end = deadline_after(timeout)
         with undoing(channel.close):
             channel.send(self._hello, self._handles, timeout=timeout)
-            answer = channel.receive(timeout=None if end is None else left(end))
+            try:
+                answer = channel.receive(timeout=None if end is None else left(end))
+            except TimeoutError:
+                raise TimeoutError(f"no consumer has called Ring.consumer within {timeout:g} s") from None
             consumer = self._admitted(channel, answer)
             with self._deliveries.lock:
                 self._check_open()

@@ -262,7 +262,7 @@ class TestStrangers:
 
     def test_no_consumer(self, ring: RingProducer) -> None:
         mine, _theirs = ipc.Channel.pair()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"no consumer has called Ring.consumer within 0\.02 s"):
             ring.add(mine, 0.02)
         assert mine.closed and ring.statistics().consumers == 0
 
