@@ -382,7 +382,12 @@ class DiskTier(BlockTier):
             ``stream`` belongs to another driver, or ``name`` is too long for the name of a file.
         """
         self._check_for(stream)
-        return self._held(DiskFile.open(self.folder / self._name(name), sizes, self.block))
+        path = self.folder / self._name(name)
+        try:
+            return self._held(DiskFile.open(path, sizes, self.block))
+        except FileNotFoundError as error:
+            why = f"no group has put {name!r} to sleep in this folder with persistent=True"
+            raise FileNotFoundError(error.errno, why, str(path)) from None
 
     @staticmethod
     def _name(name: str) -> str:
@@ -433,7 +438,7 @@ class DiskTier(BlockTier):
         return f" in {self.folder}{', persistent' if self.persistent else ''}{state}"
 
 
-def tier_of(backup: MemoryPool | HostTier | DiskTier) -> PoolTier | HostTier | DiskTier:
+def tier_of(backup: object) -> PoolTier | HostTier | DiskTier:
     """Return the tier for the argument ``backup``: ``backup`` itself, or for a pool a new :class:`PoolTier`. Whether
     the pool is in host memory is checked later, by :meth:`PoolTier.hold`.
 
@@ -444,6 +449,9 @@ def tier_of(backup: MemoryPool | HostTier | DiskTier) -> PoolTier | HostTier | D
     """
     if isinstance(backup, MemoryPool):
         return PoolTier(backup)
-    if not isinstance(backup, (HostTier, DiskTier)):
-        raise TypeError(f"backup must be a MemoryPool, HostTier or DiskTier, not {type(backup).__name__} ({backup!r})")
-    return backup
+    if isinstance(backup, (HostTier, DiskTier)):
+        return backup
+    text = f"backup must be a MemoryPool, HostTier or DiskTier, not {type(backup).__name__} ({backup!r})"
+    if isinstance(backup, (str, Path)):
+        text += f": DiskTier(device, {backup!r}) stores in a folder"
+    raise TypeError(text)

@@ -437,7 +437,9 @@ class TestDamage:
                 several.append(group.allocate(5, tag="a"))
             else:
                 (kept.folder / "a.backup").unlink()
-            with pytest.raises(FileNotFoundError if change == "absent" else vmm.DamagedBackupError):
+            absent = FileNotFoundError, r"no group has put 'a' to sleep in this folder.*a\.backup"
+            error, says = absent if change == "absent" else (vmm.DamagedBackupError, "is no backup of these buffers")
+            with pytest.raises(error, match=says):
                 group.resume("a")
             assert not group.asleep and shows(several[0], 0)
 
