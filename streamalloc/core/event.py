@@ -142,6 +142,8 @@ class Event(Closes, Shareable, Shown):
         from streamalloc.core.device import check_device
 
         check_device("device", device)
+        if isinstance(handle, (int, cuda.CUevent)):
+            raise TypeError(f"handle={handle!r} is no CUipcEventHandle: pass a CUevent of this process to Stream.wait")
         event = cls.__new__(cls)
         event._raw = None
         event._adopt(device, interprocess=False)

@@ -74,8 +74,8 @@ _HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
 )
 
 
-def handle_of_library_stream(stream: object) -> int:
-    """Return the ``CUstream`` of a library's stream, as a number.
+def handle_of_library_stream(stream: object, wanted: str = "stream must be a Stream") -> int:
+    """Return the ``CUstream`` of a library's stream, as a number. The error for other objects begins with ``wanted``.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def handle_of_library_stream(stream: object) -> int:
         )
     else:
         way_out = ""
-    raise TypeError(f"stream must be a Stream or an object that names its handle ({known}), not {stream!r}{way_out}")
+    raise TypeError(f"{wanted} or an object that names its handle ({known}), not {stream!r}{way_out}")
 
 
 class _Named:

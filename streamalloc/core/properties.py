@@ -118,7 +118,7 @@ def checked_number(name: str, value: object, largest: int = (1 << 64) - 1) -> in
         return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer number of bytes, not {type(value).__name__} ({value!r})")
-    size = int(value.__index__())
+    size = int(checked_type(name, value, int))
     if not 0 <= size <= largest:
         raise ValueError(f"{name}={size} is out of range: allowed are 0 to {size_text(largest)}")
     return size

@@ -419,7 +419,8 @@ class Stream(Closes, Shown):
                 event._spare = None
                 if result == _INVALID_HANDLE:
                     return self.record()  # The reused event belonged to a context that was reset: record another event.
-            raise error_from(result, "cuEventRecord")
+            hint = "" if event.device == self.device else f"{event!r} is not of the device of {self!r}"
+            raise error_from(result, "cuEventRecord", hint)
         event._capture = self._capture
         event._foreign_captures |= self.capturable
         return event
@@ -444,7 +445,7 @@ class Stream(Closes, Shown):
                 self._notice_joining()
                 return
             self.checked_raw()  # Raises for a closed stream before the other stream records an event.
-            event = as_stream(cast("StreamLike", other), session).record()
+            event = _awaited_stream(cast("StreamLike", other), session).record()
         capture = event._capture
         if capture is not None and capture is not self._capture:
             capture.join(self, event)
@@ -551,6 +552,15 @@ class Stream(Closes, Shown):
         name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
         return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
+
+
+def _awaited_stream(other: StreamLike, session: Session) -> Stream:
+    """Return the stream ``other`` of a wait, as :func:`as_stream` does. Its TypeError names events, too."""
+    try:
+        return as_stream(other, session)
+    except TypeError:
+        handle_of_library_stream(other, "other must be an Event, a Stream")
+        raise
 
 
 def _event_of(stream: Stream, timing: bool) -> tuple[Event, bool]:

@@ -301,11 +301,13 @@ def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[in
     ValueError
         The pattern or ``width`` has not 1, 2 or 4 bytes, or ``value`` does not fit ``width``.
     """
+    given = value
     if isinstance(value, np.generic):
         value = value.tobytes()
     if isinstance(value, (bytes, bytearray)):
         if len(value) not in _WORDS or width not in (None, len(value)):
-            raise ValueError(f"value={value!r}: a pattern has 1, 2 or 4 bytes{f', and width={width}' if width else ''}")
+            allowed = f"a pattern has 1, 2 or 4 bytes{f', and width={width}' if width else ''}"
+            raise ValueError(f"value={given!r} has {len(value)} bytes: {allowed}")
         return int.from_bytes(value, "little"), len(value)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"value must be an integer, bytes or a numpy scalar, not {type(value).__name__} ({value!r})")

@@ -115,6 +115,23 @@ WAYS_OUT: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         r"not 64: .* allocate\(nbytes, stream\)",
     ),
     "a pickled buffer": (lambda pool, stream: pickle.dumps(pool.allocate(64, stream)), "ipc.share .*copy_to copies"),
+    "an array as a size": (
+        lambda pool, stream: pool.allocate(np.array([64]), stream),
+        r"^nbytes must be an integer, not ndarray",
+    ),
+    "a double as a pattern": (
+        lambda pool, stream: pool.allocate(64, stream).fill(np.float64(1)),
+        r"^value=.* has 8 bytes: a pattern has 1, 2 or 4 bytes",
+    ),
+    "a wait for a text": (lambda pool, stream: stream.wait("event"), "^other must be an Event, a Stream or an object"),
+    "an event of this process": (
+        lambda pool, stream: sa.Event.from_handle(stream.record().handle, stream.device),
+        "pass a CUevent of this process to Stream.wait",
+    ),
+    "a folder as a backup": (
+        lambda pool, stream: vmm.SleepGroup(stream.device, backup="/tmp"),  # type: ignore[arg-type]
+        r"not str \('/tmp'\): DiskTier\(device, '/tmp'\) stores in a folder",
+    ),
     "elements that do not fit": (
         lambda pool, stream: pool.allocate(63, stream).view_as(np.float32),
         r"^no number of float32 \(each 4 bytes\) fills the 63 bytes",
@@ -164,7 +181,15 @@ def test_remedies_are_in_the_text(device: sa.Device, pool: sa.MemoryPool, stream
     with graph:
         graph.launch(stream)
         node.free()
-        each_raises(sa.InvalidValueError, node.free, match="no launch has allocated the memory since its last free")
+        uses = [node.free, lambda: node.fill(1), lambda: node.fill(1, width=4), lambda: node[:8].fill(1)]
+        each_raises(sa.InvalidValueError, *uses, match="no launch has allocated the memory since its last free")
+
+
+@pytest.mark.gpus(2)
+def test_an_event_of_another_device(stream: sa.Stream, peer: sa.Device) -> None:
+    with peer.create_event() as event:
+        says = r"<Event \S+ of device 1> is not of the device of <Stream \S+ of device 0>"
+        each_raises(sa.InvalidHandleError, lambda: stream.record(event), match=says)
 
 
 def test_memory_that_cannot_be_shared_says_what_can(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
