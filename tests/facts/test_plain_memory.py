@@ -248,8 +248,9 @@ class TestPlacement:
         assert int(rig.plain(4096)) in (first + self.BLOCK - 4096, second + self.BLOCK - 4096)
 
     def test_no_small_allocation_reaches_over_a_block(self, rig: Rig) -> None:
-        pointers = [int(rig.plain(self.BLOCK - 512 * (1 + at % 3))) for at in range(6)]
-        assert [pointer % self.BLOCK for pointer in pointers] == [0] * 6
+        sizes = [self.BLOCK - 512 * (1 + at % 3) for at in range(6)]
+        # The first may lie behind what an earlier test of the process has left in a block.
+        assert all(int(rig.plain(size)) % self.BLOCK <= self.BLOCK - size for size in sizes)
 
     def test_of_equal_parts_that_which_has_been_free_longest(self, rig: Rig) -> None:
         size = 3 * 512
