@@ -10,6 +10,7 @@ from streamalloc.vmm.physical_memory import PhysicalMemory, dma_buf
 from streamalloc.vmm.properties import ArrayMapInfo
 from streamalloc.vmm.sleep import RankRefusedError, Residents, SleepGroup
 from streamalloc.vmm.sparse import SparseArray, TilePool
+from streamalloc.vmm.stores.blocks import Stored
 from streamalloc.vmm.stores.disk import DiskTier
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
 from streamalloc.vmm.stores.host import HostTier
@@ -35,6 +36,7 @@ __all__ = [
     "Residents",
     "SleepGroup",
     "SparseArray",
+    "Stored",
     "StripedBuffer",
     "TilePool",
     "VirtualBuffer",

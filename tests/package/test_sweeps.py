@@ -825,6 +825,7 @@ NOT_SWEPT = {
     "StoreServer": "makes no driver calls",
     "PageBudget": "makes no driver calls",
     "RawHandles": "makes no driver calls",
+    "Stored": "makes no driver calls of its own: as save and load of the tiers",
     "ExpandableCache": "in tests/vmm/test_expandable.py, while memory moves",
     "MemPoolPtrExportData": "bytes",
     "MemFabricHandle": "bytes",

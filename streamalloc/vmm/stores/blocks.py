@@ -153,7 +153,13 @@ def may_run(fence: Fence) -> bool:
 
 
 class Stored(Unique, abc.ABC):
-    """The stored contents of blocks in a tier: of pages, of pieces of memory, or of sleeping buffers."""
+    """The stored contents of blocks in a tier: of pages, of pieces of memory, or of sleeping buffers.
+
+    :meth:`HostTier.save` and :meth:`DiskTier.save` return it. Its blocks have indices from 0 on, in the order of the
+    argument ``blocks`` of ``save``. ``len(stored)`` is the number of blocks, those that were dropped included.
+    """
+
+    _inner = ("add", "check", "in_use", "load", "moving", "read", "save", "seal", "write")
 
     def __init__(self, tier: Tier, nbytes: int = 0) -> None:
         self.tier: Tier = tier
@@ -179,6 +185,9 @@ class Stored(Unique, abc.ABC):
 
     def __len__(self) -> int:
         return len(self._addresses)
+
+    def __repr__(self) -> str:
+        return f"<Stored, {np.count_nonzero(self._present)} of {len(self)} blocks left>"
 
     @property
     def complete(self) -> bool:
@@ -268,18 +277,29 @@ class Stored(Unique, abc.ABC):
         a block have changed. This base class does nothing.
         """
 
-    def drop(self, blocks: Sequence[int] | None = None) -> None:
+    def _chosen(self, name: str, blocks: Blocks | None) -> Indices:
+        """Return the indices of all blocks, or those that the argument ``name`` has. Raises TypeError, ValueError."""
+        return range(len(self)) if blocks is None else _indices(name, blocks, len(self), self.nbytes, self)
+
+    def drop(self, blocks: Blocks | None = None) -> None:
         """Drop the contents of all blocks, or of ``blocks``. The tier reuses their room after the last copies.
-        Idempotent.
+        Idempotent. The other blocks keep their indices.
+
+        Parameters
+        ----------
+        blocks
+            An index, a range or an array of indices, from 0 on. None for all blocks.
 
         Raises
         ------
+        TypeError, ValueError
+            ``blocks`` has something that is no index of a block.
         CudaError
             The driver refused a release. The deferred queue tries again later.
         """
         with self.tier._lock:
             chosen = np.zeros(len(self), np.bool_)
-            chosen[... if blocks is None else np.asarray(blocks, np.int64)] = True
+            chosen[index_of(self._chosen("blocks", blocks))] = True
             chosen &= self._present
             self._present[chosen] = False
             if chosen.any():
@@ -398,16 +418,22 @@ def _checked(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
     """
     if not nbytes:
         raise ValueError("nbytes=0: a block has at least one byte")
+    return _indices("blocks", blocks, side.nbytes // nbytes, nbytes, side.keep)
+
+
+def _indices(name: str, blocks: Blocks, count: int, nbytes: int, where: object) -> Addresses:
+    """Return the indices that the argument ``name`` has as an array. Raises TypeError for other objects, ValueError for
+    an index that is none of the ``count`` blocks of ``nbytes`` bytes of ``where``.
+    """
     # np.asarray would read a range one number at a time.
     listed = np.arange(blocks.start, blocks.stop, blocks.step) if isinstance(blocks, range) else np.asarray(blocks)
     if listed.dtype.kind not in "iu" and listed.size:
-        raise TypeError(f"blocks must be indices, not {listed.dtype}")
+        raise TypeError(f"{name} must be indices, not {listed.dtype}")
     numbers = listed.ravel().astype(np.int64, copy=False)
-    count = side.nbytes // nbytes
     # Viewed as unsigned, a negative number is a large number: one comparison finds both kinds of wrong indices.
     if numbers.size and int(numbers.view(np.uint64).max()) >= count:
         wrong = numbers[(numbers < 0) | (numbers >= count)]
-        raise ValueError(f"blocks: block {wrong[0]} is none of the {count} of {size_text(nbytes)} in {side.keep!r}")
+        raise ValueError(f"{name}: block {wrong[0]} is none of the {count} of {size_text(nbytes)} in {where!r}")
     return numbers
 
 
@@ -502,18 +528,30 @@ class BlockTier(Tier, Closes):
         with undoing(stored.drop):
             self._take(len(numbers), stored)
             with stored.moving(ordered, out=True) as move:
-                self._copy(move, memory, numbers, size, side, ordered, write=False)
+                self._copy(move, memory, numbers, range(len(stored)), size, side, ordered, write=False)
             stored.seal(ordered)
         return stored
 
-    def load(self, stored: Stored, memory: Memory, blocks: Blocks, stream: StreamLike) -> None:
-        """Copy all blocks of ``stored`` back to ``blocks`` of ``memory``, in the same order. Parameters and errors as
-        for :meth:`save`. A closed tier can still be read.
+    def load(
+        self, stored: Stored, memory: Memory, blocks: Blocks, stream: StreamLike, of: Blocks | None = None
+    ) -> None:
+        """Copy all blocks of ``stored``, or the blocks ``of`` it, back to ``blocks`` of ``memory``, in the same order.
+        Errors as for :meth:`save`. A closed tier can still be read.
+
+        Parameters
+        ----------
+        stored
+            The result of :meth:`save`.
+        memory, blocks, stream
+            As for :meth:`save`.
+        of
+            Indices of blocks of ``stored``, from 0 on; None for all blocks.
 
         Raises
         ------
         TypeError, ValueError
-            ``stored`` is no ``Stored``, some of its contents were dropped, or ``blocks`` has another number of blocks.
+            ``stored`` is no :class:`Stored`, the contents of a block were dropped, ``of`` has something that is no
+            index of a block, or ``blocks`` has another number of blocks.
         DamagedBackupError
             Contents have changed. The error's ``block`` is the index of the first such block in ``stored``. Blocks on
             disk are checked while they are read, so the contents of the memory are then undefined.
@@ -522,12 +560,16 @@ class BlockTier(Tier, Closes):
         ordered = copying_stream(stream, self.device)
         side = CopySide.of(memory, session_of(ordered), writable=True)
         numbers = _checked(blocks, stored.nbytes, side)
-        if len(numbers) != len(stored) or not stored.complete:
-            raise ValueError(f"blocks: {len(numbers)} for the contents of {len(stored)}, of which none may be dropped")
-        stored.check(range(len(stored)))
+        chosen = stored._chosen("of", of)
+        if len(numbers) != len(chosen):
+            raise ValueError(f"blocks: {len(numbers)} for the contents of {len(chosen)}")
+        present = stored._present[index_of(chosen)]
+        if not present.all():
+            raise ValueError(f"of: block {chosen[int(present.argmin())]} of {stored!r} was dropped")
+        stored.check(map(int, chosen))
         side.ordered_before(ordered)
         with stored.moving(ordered, out=False) as move:
-            self._copy(move, memory, numbers, stored.nbytes, side, ordered, write=True)
+            self._copy(move, memory, numbers, chosen, stored.nbytes, side, ordered, write=True)
 
     def _check_for(self, stream: Stream) -> None:
         """Raise ClosedError if the tier was closed, ValueError if ``stream`` belongs to another driver."""
@@ -540,6 +582,7 @@ class BlockTier(Tier, Closes):
         move: Move,
         memory: Memory,
         numbers: Addresses,
+        of: Indices,
         nbytes: int,
         side: CopySide,
         stream: Stream,
@@ -547,7 +590,7 @@ class BlockTier(Tier, Closes):
         write: bool,
     ) -> None:
         """Queue the copies of the blocks ``numbers`` of ``memory``, each of ``nbytes`` bytes, by the function ``move``.
-        ``write``: whether the copies write to the memory.
+        ``of`` has the index of each block in the tier. ``write``: whether the copies write to the memory.
         """
         count, near = len(numbers), stream.device == self.device
         # The device copies the first blocks while the host prepares the later blocks.
@@ -555,7 +598,7 @@ class BlockTier(Tier, Closes):
         for at, end in itertools.pairwise([0, *cuts, count]):
             places = numbers[at:end] * nbytes + side.address
             kernels = near and kernels_may_use(memory, places, nbytes, stream, write=write)
-            move(Copies(range(at, end), places, None, kernels))
+            move(Copies(of[at:end], places, None, kernels))
 
     def reserve(self, count: int, nbytes: int | str) -> None:
         """Reserve pinned host memory (``cuMemHostRegister``) or disk space (``posix_fallocate``) for later contents, so

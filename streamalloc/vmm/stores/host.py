@@ -26,6 +26,7 @@ from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import (
     LEAST,
     Addresses,
+    Blocks,
     BlockTier,
     Bytes,
     Chunk,
@@ -263,7 +264,7 @@ class _SleepingBytes(_BufferBytes):
             yield blocks[first : first + count], fences
             first += count
 
-    def drop(self, blocks: Sequence[int] | None = None) -> None:
+    def drop(self, blocks: Blocks | None = None) -> None:
         """As :meth:`Stored.drop`. Blocks without room then get none."""
         self.lacking[slice(None) if blocks is None else np.asarray(blocks)] = False
         super().drop(blocks)

@@ -422,6 +422,51 @@ def test_a_stream_is_not_left_out(device: sa.Device, stream: sa.Stream, pool: sa
         tier.save(buffer, [0], 4096, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["host", "checked", "disk"])
+def test_blocks_that_are_left_can_be_loaded(device: sa.Device, stream: sa.Stream, kind: str, tmp_path: Path) -> None:
+    made = vmm.DiskTier(device, tmp_path) if kind == "disk" else vmm.HostTier(device, check=kind == "checked")
+    with made as tier, sa.allocate(16 * 4096, stream) as buffer:
+        filled(buffer, 1)
+        rows = pattern(buffer.nbytes, 1).reshape(16, 4096).copy()
+        stored = tier.save(buffer, [3, 5, 7, 9], 4096, stream)
+        stored.drop([0, 2])
+        assert (len(stored), stored.complete, tier.used) == (4, False, 2 * 4096)
+        tier.load(stored, buffer, [0, 1, 2], stream, of=[3, 1, 3])
+        rows[[0, 1, 2]] = rows[[9, 5, 9]]
+        assert np.array_equal(read(buffer).reshape(16, 4096), rows)
+        for wrong in (None, [0, 1], np.array([1, 2])):
+            with pytest.raises(ValueError, match=r"of: block [02] of <Stored, 2 of 4 blocks left> was dropped"):
+                tier.load(stored, buffer, range(4 if wrong is None else 2), stream, of=wrong)
+        with pytest.raises(ValueError, match="blocks: 3 for the contents of 1"):
+            tier.load(stored, buffer, range(3), stream, of=1)
+        stored.drop([3])
+        stored.drop()
+        assert tier.used == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (-1, ValueError),
+        ([0, -1], ValueError),
+        ([4], ValueError),
+        (True, TypeError),
+        ([True], TypeError),
+        (1.5, TypeError),
+    ],
+)
+def test_indices_of_stored_blocks_are_checked(
+    device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, wrong: Any, error: type[Exception]
+) -> None:
+    with vmm.HostTier(device) as tier, pool.allocate(4 * 4096, stream) as buffer:
+        filled(buffer, 1)
+        stored = tier.save(buffer, range(4), 4096, stream)
+        each_raises(error, lambda: stored.drop(wrong), match="^blocks")
+        each_raises(error, lambda: tier.load(stored, buffer, [0], stream, of=wrong), match="^of")
+        assert stored.complete
+        stored.drop(range(4))
+
+
 @pytest.mark.parametrize("wrong", [None, "x", 1.5])
 def test_arguments_of_other_types(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, wrong: Any) -> None:
     with vmm.HostTier(device) as tier, pool.allocate(4096, stream) as buffer:
