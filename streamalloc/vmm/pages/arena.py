@@ -69,7 +69,8 @@ class PageArena(Closes):
     patience
         Longest time in seconds that a call without memory waits for the memory of parked pages: released pages that
         queued work still uses. If the time ends before there is enough memory, the call raises
-        :class:`OutOfMemoryError`. None to wait until this work is done, 0 to raise at once.
+        :class:`OutOfMemoryError`. None to wait until this work is done, 0 to raise at once. It does not limit the wait
+        for the work of ``after``, nor for the work of parked pages that the call itself names.
 
     Raises
     ------

@@ -515,8 +515,8 @@ class PageSpace(SwapSpace):
         Pages that have kept their memory use it again, without a driver call. Other pages get spare physical pages of
         the arena, then memory that released pages keep, then new physical pages.
 
-        If a page was released and queued work still uses it, the host waits for this work. If there is no memory, the
-        host waits for other released pages, see ``patience`` of :class:`PageArena`.
+        If a page was released and queued work still uses it, the host waits for this work, without a limit. If there is
+        no memory, the host waits for other released pages, at most for the ``patience`` of :class:`PageArena`.
 
         Parameters
         ----------

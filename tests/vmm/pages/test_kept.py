@@ -242,6 +242,19 @@ class TestTaken:
             space.commit(1)
             assert arena.statistics() == (1, 0, 0, 0)
 
+    def test_patience_does_not_limit_the_wait_for_the_place_itself(
+        self, device: sa.Device, gate: Gate, other: sa.Stream
+    ) -> None:
+        with vmm.PageArena(device, patience=0) as arena, arena.space(2 * PAGE, stream=other) as space:
+            space.commit(0)
+            gate.hold(other)
+            space.release(0, after=other)
+            space.commit(1)
+            assert space.parked == 1
+            with soon(gate.open):
+                space.commit(0)
+            assert space.committed.tolist() == [0, 1]
+
     def test_if_others_have_no_memory(self, faults: Faults, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
         faults.fail("cuMemCreate", 3)
         space.commit(range(2))
