@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +17,23 @@ from tests.processes import forkserver
 from tests.support import Replaced
 
 Run = Callable[..., str]
+
+
+_GUIDE = Path(__file__).parents[2] / "notebooks" / "docs" / "guides" / "any-program.md"
+
+
+def keys(value: Any, before: str = "") -> set[str]:
+    """The keys of all dictionaries in ``value``, each after the keys of the dictionaries around it."""
+    inner = value.items() if isinstance(value, dict) else [("", one) for one in value] if type(value) is list else ()
+    own = {f"{before}{key}" for key, _ in inner if key}
+    return own.union(*(keys(one, f"{before}{key}." if key else before) for key, one in inner))
+
+
+def documented(first: str) -> set[str]:
+    """The keys of the file whose first key is ``first``, as the guide shows it."""
+    shown = map(json.loads, re.findall(r"^```json\n(.*?)^```", _GUIDE.read_text(), re.MULTILINE | re.DOTALL))
+    (one,) = (value for value in shown if next(iter(value)) == first)
+    return keys(one)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import documented, keys
+
 _PROGRAM = """
 import sys, time
 from cuda.bindings import driver as cu
@@ -81,7 +83,7 @@ def test_the_findings_are_written_as_json(check: Any, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     (hazard,) = found["hazards"]
     assert hazard["kind"] == "use before allocation" and any("# used" in line for line in hazard["stacks"]["this call"])
-    assert found["not checked"] == []
+    assert found["not checked"] == [] and keys(found) == documented("hazards")
 
 
 @pytest.mark.parametrize("length", ["short", "long"])

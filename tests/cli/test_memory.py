@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from streamalloc import traces
+from tests.cli.conftest import documented, keys
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -62,6 +63,7 @@ def test_memory_shows_libraries_and_lines(command: Any, tmp_path: Path) -> None:
     assert re.search(r"32\.0 MiB +32\.0 MiB +the program +program\.py:10 in weights\n", done.stdout)
     assert "context, modules and the driver's own" in done.stdout
     now, peak = json.loads(data.read_text())["moments"]
+    assert keys({"moments": [now, peak]}) == documented("moments")
     assert now["bytes"] == sum(row["nbytes"] for row in now["rows"]) == now["driver"]["0"]
     assert peak["bytes"] - now["bytes"] >= 95 << 20 or any(row["what"] == "pools' reserve" for row in now["rows"])
     (weights,) = (row for row in now["rows"] if row["what"] == "cuMemAlloc")

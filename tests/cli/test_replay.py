@@ -8,7 +8,7 @@ import pytest
 
 from streamalloc.cli import main
 from streamalloc.traces import Event, Trace
-from tests.cli.conftest import Complete, Run, complete
+from tests.cli.conftest import Complete, Run, complete, documented, keys
 
 SMALL = Trace((Event("allocate", 0, 4096, 0, 0, 0), Event("free", 0, 4096, 0, 0, 1)), "by hand", {"lost things": 3})
 
@@ -26,6 +26,7 @@ def test_table_and_json(on_cuda: bool, small: Path, tmp_path: Path, primary_cont
     assert "small.jsonl: 1 allocation and 1 free on 1 stream, by 1 thread; at most 0.0 MiB at once" in done.text
     assert "left out: 3 lost things" in done.text
     report = json.loads((tmp_path / "found.json").read_text())
+    assert keys(report) == documented("headline")
     assert report["trace"] == {"events": 2, "source": "by hand", "peak": 4096, "streams": 1}
     pool, raw = report["rows"]
     assert (pool["name"], raw["name"]) == ("streamalloc MemoryPool", "raw calls on a pool, results checked")
