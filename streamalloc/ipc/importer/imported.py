@@ -477,7 +477,8 @@ def open_memory_handle(
     """Open memory of ``cuMemAlloc`` of another process by the driver's handle alone (``cuIpcOpenMemHandle``).
 
     The owner neither announces the contents nor waits for this use: order your work as for :meth:`ImportedPool.open`.
-    The host waits for the stream at the close (``cuIpcCloseMemHandle``).
+    The host waits for the stream at the close (``cuIpcCloseMemHandle``). On the simulated driver, opened memory
+    outlives the owner's process; this was not tried on a GPU.
 
     Parameters
     ----------

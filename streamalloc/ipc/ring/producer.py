@@ -411,6 +411,10 @@ class RingStatistics(NamedTuple):
 class RingProducer(RingEnd):
     """The producing end of a ring; made by :meth:`Ring.producer`. Threads may share it.
 
+    If a consumer's process ends, the items that it has not taken go to another consumer. Without another one, they wait
+    in their slots for the next :meth:`add`. Items that it has taken and not released are lost, and the producer is not
+    told which.
+
     After :meth:`close` the consumers receive all earlier items, and then the end. The memory is freed in stream order
     once the program holds no slot. The host does not wait, so synchronise the stream before the process ends.
     """
