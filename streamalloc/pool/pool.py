@@ -274,7 +274,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     def from_handle(
         cls, raw: Any, *, owner: object, location: MemLocation | None = None, driver: Driver | None = None
     ) -> MemoryPool:
-        """Return an object for a pool of other code, by the pool's handle.
+        """Return a new object for a pool of other code, by the pool's handle; ``owner`` itself if it is the pool.
 
         Parameters
         ----------
