@@ -67,18 +67,18 @@ class Fence:
     """The work queued so far before the given events and on the given streams, or by default on all known streams.
 
     A fence is a tuple of *ends*: events that have not completed, and streams that have no event yet. When the fence is
-    made, it records an event on each stream. If a stream is being captured or the driver refuses, the event is recorded
-    by a later call of a method. A record during a capture would become a node of the graph, and say nothing about work
-    that runs. No call names a whole context or the legacy stream during a capture, because such a call would invalidate
-    the capture. A stream of ours that was closed or dropped has left an event after its work. A lost context has no
-    work left.
+    made, it records an event on each stream, unless :attr:`queueing` is set. If a stream is being captured or the
+    driver refuses, a later call of a method records the event. A record during a capture would become a node of the
+    graph, and say nothing about work that runs. No call names a whole context or the legacy stream during a capture,
+    because such a call would invalidate the capture. A stream of ours that was closed or dropped has left an event
+    after its work. A lost context has no work left.
 
     Several threads may use one fence. The fence has no lock: a thread that recorded streams under such a lock could
     wait for a thread that holds a stream's lock and waits for the fence's lock, for ever. So two threads may record one
     stream twice. Both resulting tuples are right, and either may stay.
 
-    A per-thread default stream among the ends is the stream of the thread that makes the fence. On another thread the
-    handle names another stream. So on other threads, and with ``in_item``, the event is recorded after the per-thread
+    A per-thread default stream among the ends, given or known, is the stream of the thread that makes the fence. On
+    another thread the handle names another stream. So on other threads, and with ``in_item``, the event is recorded after the per-thread
     streams of all threads.
 
     Parameters
@@ -98,7 +98,7 @@ class Fence:
         Whether this thread still has to queue some of the work: see :attr:`queueing`.
     """
 
-    __slots__ = ("_ends", "_thread", "began", "queueing", "session")
+    __slots__ = ("_ends", "_given", "_thread", "began", "queueing", "session")
 
     def __init__(
         self,
@@ -110,9 +110,10 @@ class Fence:
         queueing: bool = False,
     ) -> None:
         self.session: Session = session
-        self._thread = None if ends is None else 0 if in_item else threading.get_ident()
-        """Identifier of the thread that named the ends. 0 with ``in_item``, and once one of the events was closed. None
-        if the ends are all known streams.
+        self._given = ends is not None
+        """Whether the caller named the ends. False: the ends are all known streams."""
+        self._thread = 0 if in_item else threading.get_ident()
+        """Identifier of the thread that made the fence. 0 with ``in_item``, and once one of the given events was closed.
         """
         self.queueing: int = threading.get_ident() if queueing else 0
         """Identifier of the thread that is still queueing the work, or 0. Until that thread sets 0, the fence is not
@@ -206,16 +207,16 @@ class Fence:
         if isinstance(end, Event):
             if end._raw is not None:
                 return (end,)
-            # Without given events (`_thread` is None), the closed event is that of a closed stream, and was
-            # synchronised before its close: nothing is left to wait for.
-            if self._thread is None:
+            # Without given events, the closed event is that of a closed stream, and was synchronised before its close:
+            # nothing is left to wait for.
+            if not self._given:
                 return ()
             # The caller may have closed its event before the work was done, so all known streams and the per-thread
             # streams of all threads take the event's place.
             self._thread = 0
             return (*Fence(self.session)._ends, *self._events(per_thread_stream(end.device)))
         try:
-            return (_record_after(end, self._thread not in (None, threading.get_ident())) or end,)
+            return (_record_after(end, self._thread != threading.get_ident()) or end,)
         except CaptureError:
             return (end,)
         except (ClosedError, InvalidContextError, InvalidHandleError):

@@ -13,6 +13,7 @@ import streamalloc.driver as sd
 from streamalloc.core.fence import Fence
 from streamalloc.core.internal import Deferred, deferred_queue
 from streamalloc.core.session import session_of
+from streamalloc.driver.internal import cuda
 from streamalloc.testing import Faults, Gate, settle
 from tests.processes import eventually
 from tests.support import each_raises, executed, in_threads, names, pending
@@ -93,6 +94,30 @@ def test_an_event_that_its_owner_closes(device: sa.Device, stream: sa.Stream, ga
         for fence in fences:
             fence.synchronize()
             assert eventually(fence.done)
+
+
+def test_a_stream_of_another_thread_that_was_captured(device: sa.Device, gate: Gate) -> None:
+    """The fence of all known streams records it later, on any thread: after the default streams of all threads."""
+    theirs: Any = device.driver
+    mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+
+    def make() -> Fence:
+        with device.current():
+            gate.hold(device.per_thread_stream)
+            theirs.cuStreamBeginCapture(cuda.CUstream(2), mode)
+            fence = Fence(session_of(device))
+            result, graph = theirs.cuStreamEndCapture(cuda.CUstream(2))
+            assert not result
+            theirs.cuGraphDestroy(graph)
+            return fence
+
+    with ThreadPoolExecutor(1) as thread:
+        fence = thread.submit(make).result()
+        assert not fence.done()
+        gate.open()
+        fence.synchronize()
+        assert fence.done()
+        thread.submit(lambda: device.per_thread_stream.synchronize()).result()
 
 
 def test_an_event_of_another_thread_that_its_owner_closes(device: sa.Device, gate: Gate) -> None:
