@@ -78,8 +78,8 @@ class Fence:
     stream twice. Both resulting tuples are right, and either may stay.
 
     A per-thread default stream among the ends, given or known, is the stream of the thread that makes the fence. On
-    another thread the handle names another stream. So on other threads, and with ``in_item``, the event is recorded after the per-thread
-    streams of all threads.
+    another thread the handle names another stream. So on other threads, and with ``in_item``, the event is recorded
+    after the per-thread streams of all threads.
 
     Parameters
     ----------
@@ -113,8 +113,7 @@ class Fence:
         self._given = ends is not None
         """Whether the caller named the ends. False: the ends are all known streams."""
         self._thread = 0 if in_item else threading.get_ident()
-        """Identifier of the thread that made the fence. 0 with ``in_item``, and once one of the given events was closed.
-        """
+        """Identifier of the thread that made the fence. 0 with ``in_item``, and once a given event was closed."""
         self.queueing: int = threading.get_ident() if queueing else 0
         """Identifier of the thread that is still queueing the work, or 0. Until that thread sets 0, the fence is not
         done, and no event of a stream is kept. The thread sets 0 by an assignment, during which no signal handler can
