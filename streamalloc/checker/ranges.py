@@ -222,8 +222,8 @@ class AwaitedPart:
     remedy: str
     """End of the advice in reports, after "a stream must wait for"."""
     step: bool = False
-    """Whether the other process used this part after the export. Such parts are read anew from the board before each
-    use.
+    """Whether an announcement names this part. The announcements of other processes are read anew before each use in
+    this process (:class:`.Board`). False for work that was queued when the memory was shared.
     """
     written: bool = True
     """Whether the other process writes the part; False if it only reads it."""

@@ -59,8 +59,8 @@ def version_that_added(name: str) -> str:
 
 
 def check_name(enum_name: str, prefix: str, name: str) -> None:
-    """Raise ``ValueError``, which suggests similar names, if no known version of the bindings has the member ``prefix +
-    name``.
+    """Raise ``ValueError``, which suggests similar names, unless newer bindings have the member ``prefix + name``. Call
+    this only if the installed bindings lack the member.
     """
     if prefix + name in _ADDED_IN:
         return

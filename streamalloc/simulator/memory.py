@@ -515,7 +515,9 @@ class Side(NamedTuple):
     plane: int = 0
     """Bytes from the start of a plane to the start of the next plane."""
     fits: bool = True
-    """Whether the rows fit the pitch that the caller gave, and the planes the height."""
+    """Whether each row ends within the pitch and the last row within the height that the caller gave. Both count from
+    the offsets of the copy in its row and plane.
+    """
     skipped: int = 0
     """Bytes between the address that the caller gave and ``address``, the first byte of the copy."""
     data: bytes | None = None

@@ -217,7 +217,10 @@ class HandleNode(Node):
 
 
 class OwnsNode(Closes, Shown):
-    """Owner of a :class:`Node`. The node is released when the owner is closed, or later if the owner is dropped."""
+    """Owner of a :class:`Node`. A close releases the node, or the deferred queue does so once the nodes in
+    :attr:`Node.first` are released. If the owner is dropped, the release also waits for the work that was queued at
+    that moment.
+    """
 
     __slots__ = ("__weakref__", "_node")
 

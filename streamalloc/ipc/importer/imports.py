@@ -347,10 +347,13 @@ class Import:
             raise
 
     def end(self, stream: Stream, handle: Any) -> None:
-        """Free the import after the work of ``stream`` (``cuMemFreeAsync``, or ``cuIpcCloseMemHandle``). Then write
-        ``closed`` and ``closing``, which count the close. Raises CudaError; the import then stays.
+        """Free the import after the work of ``stream`` (``cuMemFreeAsync``). If the memory is of ``cuMemAlloc``, free
+        it at once (``cuIpcCloseMemHandle``): the caller has waited for the stream. Raises CudaError; the import then
+        stays, unless the memory no longer exists.
 
-        ``handle``: the stream's ``CUstream``.
+        Then ``closed`` is written in stream order (``cuStreamWriteValue32``), and ``closing`` at once; both count the
+        close. Neither is written if the lease does not count this import, or if a later import of the slot is open. If
+        the import was refused, its count in ``opened`` is taken back. ``handle``: the stream's ``CUstream``.
         """
         if self._raw is not None and self.from_pool is None:
             with self.device.current():

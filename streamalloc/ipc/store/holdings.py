@@ -140,7 +140,9 @@ class HeldEntry:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """All commits of this key whose memory the store holds: current, previous, older."""
+        """Commits of this key in :attr:`current`, :attr:`before` and :attr:`older`, in this order. The spare epoch is
+        not included.
+        """
         return [epoch for epoch in (self.current, self.before, *self.older) if epoch is not None]
 
     @property

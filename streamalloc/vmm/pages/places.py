@@ -779,8 +779,10 @@ class PhysicalPages(Claimable):
                 parking.fence.synchronize()
 
     def trim(self, keep: int) -> int:
-        """Release spare pages, then kept pages, until ``keep`` pages are left (``cuMemUnmap``, ``cuMemRelease``).
-        Returns the number of pages released. Raises CudaError.
+        """Release unused pages until at most ``keep`` unused pages are left, first the spare pages, then the kept ones
+        (``cuMemUnmap``, ``cuMemRelease``). Returns the number of pages released. Raises CudaError.
+
+        The host waits for zeros that are being written to released pages, but not for other work.
         """
         self.await_clearing()
 
