@@ -6,36 +6,33 @@ multicast objects, which must be released in a certain order, are one item per d
 (:mod:`streamalloc.vmm.ownership`).
 
 **Why finalisers only hand in.** The garbage collector runs finalisers between any two lines of any thread, also while
-that thread holds our locks or a lock of the driver. A finaliser that took a lock could wait for its own thread for
-ever. A finaliser that waited for a stream could stop the thread that is about to queue what the stream waits for. So a
-finaliser appends its item to a deque, which is one atomic step, and returns. It makes at most one release itself: it
-frees the memory of a buffer, or ends an event or a stream. Such a release waits for nothing and needs no state of ours.
-Some finalisers do more:
+that thread holds our locks or a lock of the driver. A finaliser that waited for a lock could wait for its own thread
+for ever. A finaliser that waited for a stream could stop the thread that is about to queue what the stream waits for.
+So a finaliser waits for nothing. Most append an item to a deque, which is one atomic step. The finaliser of a buffer
+frees the memory, and that of an event or a stream ends the handle; it appends an item only if that is not possible.
+Some do more:
 
 * The finaliser of a stream asks whether the stream's work is done. If not, it records an event after that work.
-* The finaliser of a control block (:mod:`streamalloc.ipc.wire.control_block`) has a new thread attempt the release.
+* The finaliser of imported memory (:mod:`streamalloc.ipc.importer`) also wakes a thread, which attempts the items.
 * A finaliser of the bridges to other libraries (:mod:`streamalloc.interop`) records an event and has a stream wait for
   that event. Code that allocates by a pool's raw handle then gets the memory after its last use.
 
 **Why items are taken off before they are worked on.** If two threads ended one handle, the driver would crash, or the
 second call would end a new handle that got the same number. So before the attempt, and under the lock, a thread moves
-the item from the queue to its own entry (``_working``). It moves the item back if the release was not possible. No lock
-is held during an attempt: it calls the driver, and may drop the last reference to objects whose finalisers hand in
-more.
+the item from the queue to its own entry (``_working``), and back if the release was not possible. No lock is held
+during an attempt: it calls the driver, and may drop the last reference to objects whose finalisers hand in more.
 
 **Why at named points only.** An attempt may take time. Users pay for it only in calls that wait anyway, or that need
 the memory. Such a call is a point of work. Items are attempted mainly when:
 
-* the host has synchronised with a stream or an event;
-* the host has synchronised with a device: then the items of all drivers are attempted, also of dropped ones;
-* a pool, physical memory or a range of addresses is made;
-* memory has run out;
-* a pool is trimmed or closed, or the default or current pool of a location is looked up;
-* statistics are read: of a pool, of a device's memory;
+* the host has synchronised with a stream or an event, or with a device (items of all drivers, also of dropped ones);
+* a pool, physical memory or a range of addresses is made, or memory has run out;
+* a pool is trimmed or closed, the default or current pool of a location is looked up, or statistics are read (of a
+  pool, of a device's memory);
 * pages of an arena are released, or committed while the arena has no memory left;
 * an object is shared, opened, lent to a library or borrowed from one, or such an object is closed;
-* a library that names no streams allocates or releases virtual memory, or the driver refused such a free;
-* the bridge to such a library is stopped;
+* a library that names no streams allocates or releases virtual memory, the driver refused such a free, or the bridge to
+  such a library is stopped;
 * the last capture has ended.
 
 **Why never in a capture of ours, and always in the relaxed mode.** A driver call that names a captured stream becomes a
@@ -82,8 +79,8 @@ many items that cannot end yet would make each synchronisation slow.
 class Deferred(abc.ABC):
     """One release that is made later, exactly once.
 
-    To prevent a second release, the item clears its handle right before the driver call that ends the handle. If the
-    driver refuses the call, the handle is stored again (:meth:`Session.release`).
+    To prevent a second release, an item that ends a handle clears it right before the driver call. If the driver
+    refuses the call, the handle is stored again unless it is gone (:meth:`Session.release`).
     """
 
     __slots__ = ("_dropped_with", "_round")
