@@ -101,7 +101,8 @@ class NotInitializedError(CudaError):
 class NotReadyError(CudaError):
     """Work that the call needs has not finished (``CUDA_ERROR_NOT_READY``).
 
-    :meth:`Event.elapsed_since` raises it while one of the two events is pending.
+    :meth:`Event.elapsed_since` raises it while one of the two events is pending. Calls that must follow the work of a
+    stream that its library has closed raise it until the device is synchronised.
     """
 
 

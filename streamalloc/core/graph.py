@@ -1,7 +1,8 @@
-"""Graphs that a stream capture makes, and the memory of graphs: allocation and free nodes, launches, reserved memory.
+"""Graphs: captures of streams, launches, and the memory of graphs.
 
 While a stream is captured, its queued work becomes nodes of a graph, allocations included. The graph owns the memory of
-its allocations, which has the same address at every launch. To build graphs node by node, use cuda.core.
+its allocations, which has the same address at every launch. :meth:`Graph.create` makes a graph without nodes, to which
+cuda.core, driver calls and :meth:`GraphBuffer.add_to` add nodes.
 """
 
 from __future__ import annotations

@@ -148,11 +148,12 @@ def device_of_library_stream(stream: object) -> int | None:
 
 
 def only_names(stream: Any, number: int) -> bool:
-    """Whether a library's object only refers to the stream with handle ``number`` and does not own it, so that other
-    code may destroy the stream.
+    """Whether a library's object is known to refer to the stream with handle ``number`` without owning it. Other code
+    may then destroy the stream.
 
-    Such objects are CuPy's and PyTorch's ``ExternalStream``, the bindings' ``CUstream``, Numba's external streams, and
-    PyTorch's objects for an external stream, whose id is its handle.
+    Such objects are instances of a class ``ExternalStream`` (CuPy, PyTorch), the bindings' ``CUstream``, Numba's
+    external streams, and PyTorch's objects whose ``stream_id`` is the handle. A stream of cuda.core that was made by
+    ``Stream.from_handle`` owns nothing either, but does not say so: the result is False.
     """
     return (
         isinstance(stream, cuda.CUstream)
