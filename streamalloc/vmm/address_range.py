@@ -130,7 +130,7 @@ class AddressRange(OwnsNode, Drawn):
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
-        """The mappings of the range in the order of addresses; none if the range was closed."""
+        """The mappings of the range in the order of addresses; an empty tuple once the range was closed."""
         return tuple(Mapping(self, entry) for entry in self._node.table())
 
     @property
@@ -471,12 +471,16 @@ class RangeView(Memory):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the device of :attr:`stream` has access to all mapped bytes, at least to read."""
+        """Whether the device of :attr:`stream` has access to all mapped bytes, at least to read. True for a view of
+        holes alone. Raises ClosedError if the bytes are not mapped any more.
+        """
         return all(self._allowed(self.stream.device.location))
 
     @property
     def host_accessible(self) -> bool:
-        """Whether the CPU has access to all mapped bytes, at least to read."""
+        """Whether the CPU has access to all mapped bytes, at least to read. True for a view of holes alone. Raises
+        ClosedError if the bytes are not mapped any more.
+        """
         return all(self._allowed(MemLocation.host()))
 
     @property

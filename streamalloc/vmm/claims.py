@@ -4,9 +4,10 @@ A call claims the objects that it changes, and ends its claims when it returns. 
 same objects waits for this end. The lock ``_lock`` is held only while claims are checked and made. While a call waits
 for streams, files or other processes, it has claims and holds no lock.
 
-A hook or a signal handler may make a call during another call on the same thread. Such an inner call waits for another
-thread's claim only if its own level is higher than the level of the outer call. Otherwise the other thread might be
-waiting for this thread, and both would wait for ever: the inner call raises InUseError instead.
+A hook or a signal handler may make a call during another call on the same thread. Such an inner call raises InUseError
+if the outer call has claimed one of its objects. If another thread has, the inner call waits only if its level is
+higher than that of the outer call: 0 for groups and buffers, 1 for arenas. On the same level the other thread might be
+waiting for this thread, and both would wait for ever, so InUseError is raised.
 
 The work of a call is a function that :func:`claiming` calls, not a ``with`` block. Between the ``__enter__`` of a
 context manager written in Python and its block, a signal handler may raise: the claims would then not be ended.

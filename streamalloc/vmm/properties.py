@@ -1,4 +1,6 @@
-"""Dataclasses that mirror ``CUmemAllocationProp``, the properties of physical memory, and ``CUarrayMapInfo``."""
+"""Dataclasses that mirror two structs: ``CUmemAllocationProp``, which has the properties of physical memory, and
+``CUarrayMapInfo``.
+"""
 
 from __future__ import annotations
 

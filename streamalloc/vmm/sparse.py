@@ -508,11 +508,12 @@ class SparseArray(OwnsNode):
         Raises
         ------
         ValueError
-            ``source`` has another shape or type or is not contiguous, or the region is empty or outside of the level.
-            Or the stream is of another device, or the array is mapped as a whole and has no memory.
-        TypeError, ClosedError, CaptureError
-            ``stream`` is no stream, was closed or is being captured, the array was closed, or ``level`` or ``layer`` is
-            no integer.
+            ``source`` has another shape or type or is not contiguous. Or the array has no such level or layer, or the
+            region is empty or outside of the level. Or the stream is of another device or driver, or the array is
+            mapped as a whole and has no memory.
+        TypeError, ClosedError, CaptureError, CudaError
+            ``stream`` is no stream, was closed or is being captured, the array was closed, ``level`` or ``layer`` is no
+            integer, or the driver refused the call.
         """
         self._copy(np.asarray(source), stream, region, level, layer, to_array=True)
 

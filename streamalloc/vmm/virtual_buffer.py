@@ -81,7 +81,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
     """A buffer with a constant address whose physical memory can be released and created again.
 
     A buffer owns an :class:`AddressRange`, and has memory mapped from the range's start on, without a hole.
-    :meth:`evict` releases the physical memory, with or without a copy of the bytes in host memory or on disk.
+    :meth:`evict` releases the physical memory, with or without a copy of the bytes in other memory or on disk.
     :meth:`restore` maps new memory at the same addresses, and copies the stored bytes into it. :class:`SleepGroup` does
     the same for many buffers at once: ``sleep()`` evicts, and ``wake()`` restores, either all its buffers or none. A
     buffer of a group can also be restored alone. :class:`GrowableBuffer` and :func:`stripe` make such buffers. ::
@@ -90,13 +90,15 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         buffer.restore()           # same address, same bytes
 
     Unmapping is not stream-ordered, see :class:`AddressRange`. So :meth:`evict` and :meth:`close` have an argument
-    ``after``. After an error the buffer is unchanged, and the operation can be repeated. If the driver refuses to
-    release memory, the memory is released later.
+    ``after``. After an error the buffer is unchanged, and the operation can be repeated. If the driver also refuses the
+    undo of an eviction, the buffer counts as evicted, and :meth:`restore` maps its old memory again. If the driver
+    refuses to release memory, the memory is released later.
 
     Thread-safe: calls that map or unmap the buffer's memory wait for each other, and for a :class:`SleepGroup` that
-    puts the buffer to sleep or wakes it. A call of a hook or a signal handler during such a call raises
-    :class:`InUseError`. Copies and fills take no lock. If one thread queues a copy while another thread unmaps the
-    memory, the driver may crash: hold a lock of your own around both calls.
+    puts the buffer to sleep or wakes it. A hook or a signal handler that makes such a call during another one cannot
+    wait, and gets :class:`InUseError` if a call on any thread has the buffer. Copies and fills take no lock. If one
+    thread queues a copy while another thread unmaps the memory, the driver may crash: hold a lock of your own around
+    both calls.
     """
 
     def _open(
@@ -144,8 +146,8 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
-        """Mappings of the buffer's chunks, in the order of addresses; none while the buffer is evicted. Only the buffer
-        unmaps them.
+        """Mappings of the buffer's chunks, in the order of addresses; an empty tuple while the buffer is evicted. Only
+        the buffer unmaps them.
         """
         return tuple(Mapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
 

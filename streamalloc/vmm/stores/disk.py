@@ -350,15 +350,18 @@ class DiskTier(BlockTier):
         kernel_of(device).prepare()
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Create a file for buffers of ``sizes`` bytes, and return a ``Saved`` for each buffer. With ``name``, in a
-        persistent tier, the file stays after the buffers have woken. ``stream`` is the stream of the copies.
+        """Create a file for buffers of ``sizes`` bytes, and return a ``Saved`` for each buffer. ``stream`` makes the
+        copies.
+
+        ``name``: name of the file in a persistent tier, which stays after the buffers have woken; None for a file
+        without a name, which does not. A tier that is not persistent ignores the argument.
 
         Raises
         ------
         ClosedError
             The tier was closed.
         ValueError
-            ``stream`` belongs to another driver, or ``name`` is too long for the name of a file.
+            ``stream`` belongs to another driver, or ``name`` is too long for the name of a persistent file.
         OSError
             The file cannot be created, or the disk is full.
         """
