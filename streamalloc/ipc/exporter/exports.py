@@ -176,8 +176,8 @@ class Lease(SharedState):
                 if self._announcer is not None:  # If there was none, the slot was quiet: all values were written.
                     self._follow(stream, self._announcer, last)
                 self._announcer = stream
-            # The value is advanced before the write is queued, so that no value is used twice. An importer refuses to
-            # wait for a value that was not announced, because nobody would write that value.
+            # The value counts as used before the write is queued: if a signal handler raises, no later announcement
+            # repeats it. ``announced`` is set, too, because importers refuse to wait for a value above it.
             words.last_announced = words.announced.value = value = (last + 1) % WORD
             try:
                 self.block.write(stream, words.ready, value)

@@ -81,8 +81,9 @@ class Announcement(NamedTuple):
         self.block.wait(stream, self.words.ready, self.ready)
 
     def wait(self, stream: Stream | None) -> None:
-        """Make ``stream`` wait for the announcement. The host waits instead if ``stream`` is None or is being captured.
-        Raises the errors of :meth:`precede` except CaptureError; none if ``stream`` is None.
+        """Make ``stream`` wait for the announcement. The host waits instead, at most until the exporter dies, if
+        ``stream`` is None or is being captured. Raises the errors of :meth:`precede` except CaptureError; none if
+        ``stream`` is None.
         """
         if stream is not None:
             with contextlib.suppress(CaptureError):

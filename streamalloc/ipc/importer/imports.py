@@ -1,8 +1,10 @@
-"""Imports of this process: control blocks, pools, allocations and handles, by the ids in descriptors.
+"""Imports of this process: control blocks, pools and growable ranges by the ids in descriptors, allocations by the
+driver's export data.
 
 The driver returns the same address for a second import of an allocation, and does not count imports. So this process
-counts its uses of an import (:class:`ImportUse`), and ends the import (:class:`Import`) with the last use. When a new
-pool or control block is imported, :class:`Imports` releases the pools and control blocks that have ended.
+counts its uses of an import (:class:`ImportUse`), and ends the import (:class:`Import`) with the last use. Before a new
+pool or control block is imported, :meth:`Imports.release_ended` submits those that have ended and that nothing uses to
+the queue of deferred releases.
 """
 
 from __future__ import annotations
@@ -80,14 +82,14 @@ class ReceivedHandles:
         if not self._given:
             return
         ids = described.handle_ids()
-        # The pipe of the hold stays in the list. :meth:`close` closes the pipe after the open, and so ends the hold
-        # (exports.Hold).
         pipes = int(bool(described.flags & Flags.HELD) and not described.hold)
         if pipes and len(self._given) == 1:
             return  # Only the pipe came with this message: a channel carries each of the other handles only once.
         if len(self._given) != len(ids) + pipes:
             raise ValueError(f"the descriptor needs {len(ids) + pipes} handles, and {len(self._given)} came along")
         self._by_id = dict(zip(ids, self._given, strict=False))
+        # The pipe of the hold stays in ``_given``: :meth:`close` closes it after the open, which ends the hold
+        # (exports.Hold).
         self._given = self._given[len(ids) :]
 
     def take(self, name: bytes) -> Fd:
@@ -369,8 +371,8 @@ class Import:
             del self.imports.allocations[self.key]
         self.count = 0
         words = self.words
-        # If the word ``opened`` is higher, a later import of the same slot is open, and the end of that import writes
-        # the words.
+        # Without a lease nothing is counted. If the word ``opened`` is higher, a later import of the same slot is open,
+        # and the end of that import writes the words.
         if not self.counted or words.opened.value != self.number:
             return
         block: Any = self.block
@@ -417,12 +419,20 @@ class ImportUse(Deferred):
                 known.join(new)
 
     def release(self, stream: Stream, *, used: bool = True) -> None:
-        """End the use after the work of ``stream``; the end of the last use ends the import. Idempotent. Raises
-        CudaError if the driver refuses, after which the call can be repeated, ClosedError if the stream was closed, and
-        ForkedProcessError in a forked child.
+        """End the use after the work of ``stream``. The end of the last use ends the import (:meth:`Import.end`).
+        Idempotent. For memory of ``cuMemAlloc`` the host waits for the stream.
 
-        ``used``: whether ``stream`` may have used the memory. After a failed open, ``used`` is False, and nothing waits
-        for the stream.
+        ``used``: whether ``stream`` may have used the memory. If False, as after a failed open, the end of a later use
+        does not wait for ``stream``.
+
+        Raises
+        ------
+        CudaError
+            The driver refused a call. The use stays, and the call can be repeated.
+        ClosedError, CaptureError
+            The stream was closed or is being captured.
+        ForkedProcessError
+            This process is a forked child.
         """
         imported = self.imported
         if imported is None:

@@ -1,8 +1,9 @@
 """``open`` checks what another process shared, and imports it. ``receive`` does the same from a channel.
 
-An open has four steps. The open is counted in the lease (:mod:`.imports`); the driver imports the memory; the stream
-waits for the contents; the hold of the descriptor ends. Until the open is counted, only the hold keeps the exporter
-from freeing the memory. If the hold ended earlier, the import could find other memory.
+An open of an allocation or a range has four steps. The open is counted in the lease (:mod:`.imports`); the driver
+imports the memory; the stream waits for the contents; the hold of the descriptor ends, also after an error. Until the
+open is counted, only the hold keeps the exporter from freeing the memory. If the hold ended earlier, the import could
+find other memory.
 """
 
 from __future__ import annotations

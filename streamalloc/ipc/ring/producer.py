@@ -383,11 +383,12 @@ class Deliveries(RingEnding):
 
 
 _ALIGNMENT = 512
-# Seconds in a wait for a slot: time of polling without a sleep, longest sleep after that, time between two checks that
-# consumers are alive.
 _SPIN_SECONDS = 50e-6
+"""Seconds of polling without a sleep in a wait for a slot. The first sleep after that is as long."""
 _LONGEST_PAUSE = 1e-3
+"""Longest sleep in a wait for a slot, in seconds. Each sleep is twice as long as the one before."""
 _LIVENESS_SECONDS = 0.05
+"""Seconds between two checks, in a wait for a slot, that the consumers are alive."""
 
 
 class RingStatistics(NamedTuple):

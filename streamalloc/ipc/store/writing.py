@@ -348,8 +348,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return answer
 
     def _manifest(self) -> Manifest:
-        # With FABRIC this process has created all chunks itself, because the store gives back only memory without
-        # fabric handles.
+        # An imported chunk could not be exported. With FABRIC there is none, because the store gives back only memory
+        # without fabric handles.
         fabric = self._chunks if self._handle_types & MemHandleType.FABRIC else []
         handles = [memory.export(MemHandleType.FABRIC).hex() for memory in fabric]  # type: ignore[union-attr]
         return Manifest(self.layout, self.metadata, handles)

@@ -193,8 +193,8 @@ def left(deadline: float | None) -> float:
 
 
 def milliseconds(deadline: float | None) -> int:
-    """Return the milliseconds until ``deadline``, rounded up. At most a day, because ``poll`` takes a 32-bit
-    integer.
+    """Return the milliseconds until ``deadline``, rounded up; 0 once it has passed. The result is at most one day, also
+    if ``deadline`` is None, because ``poll`` takes a 32-bit integer.
     """
     return math.ceil(min(left(deadline), _DAY) * 1000)
 
@@ -536,13 +536,13 @@ class Channel(_SocketOwner):
         handles
             At most 4096 file descriptors. The receiver gets duplicates; the caller keeps the originals.
         timeout
-            Seconds to wait for space in the receiver's queue; None: :attr:`timeout`.
+            Seconds to wait for space in the receiver's queue; 0: do not wait; None: :attr:`timeout`.
 
         Raises
         ------
         TypeError, ValueError
             ``data`` is not bytes-like, a handle is not a descriptor, there are too many bytes or descriptors, or the
-            timeout is negative.
+            timeout is negative or no number.
         TimeoutError
             The receiver's queue stayed full. The message is not delivered. The channel stays usable.
         PeerGoneError

@@ -268,8 +268,8 @@ class ControlBlock:
         self._own.close()
         self.fd.close()
         if self._raw is not None:
-            # A finaliser may call this method. It may use session.current, which takes no lock; making a Device would
-            # take a lock.
+            # A thread of OnceIdle calls this method after the block was dropped, while the thread that attempts the
+            # item waits. So nothing is used here that takes a lock: session.current takes none, a new Device would.
             with contextlib.suppress(CudaError), self.session.current(self._ordinal):
                 self.session.release(self, "cuMemHostUnregister")
 
@@ -455,9 +455,8 @@ class ControlBlock:
         """Whether the exporting process is alive: it has byte 0 of the control block's file locked. False once its
         death was recorded, and for a closed control block.
         """
-        # The header byte is checked first: after the exporter's death, each thread that waited for the lock of byte 0
-        # holds this lock for a moment. A closed block also means a dead exporter, because an importer closes a block
-        # only after the exporter's death.
+        # ``_DEAD`` is read first: after the exporter's death, each thread that waited for the lock of byte 0 holds this
+        # lock for a moment. An importer closes a block only after the exporter's death.
         return not (self._map[_DEAD] or self._own.closed) and self._alive(0)
 
     def importer_alive(self, importer: int) -> bool:
