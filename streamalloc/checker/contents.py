@@ -267,10 +267,11 @@ class QueuedSources:
         self._keep(lambda one: one.stream is not stream and unknown(one.mark, one.stream.number))
 
     def seen_by_host(self, start: int, end: int) -> Clock:
-        """Return the clock of the work for which the host may have waited when it uses the bytes from ``start`` up to
+        """Return the clock of all work for which the host may have waited before it uses the bytes from ``start`` up to
         ``end``.
 
-        The host may have waited by polling other bytes, which that work writes last (:meth:`polled`).
+        This is the host's clock, and the clocks of writes that the host may have polled (:meth:`polled`). Writes to the
+        bytes themselves are left out, because a use does not order itself.
         """
         clock = self._timeline.host.copy()
         for low, high, mark in self._flags:

@@ -1,4 +1,7 @@
-"""The state of a driver as the recorded calls have shown it: plain data, which :mod:`.rules` changes."""
+"""The state of a driver as the recorded calls have shown it: its objects by handle, and the helpers that judge them.
+
+:mod:`.rules` and :mod:`.uses` change the state, under the lock of the recorder (:mod:`.wrapper`).
+"""
 
 from __future__ import annotations
 

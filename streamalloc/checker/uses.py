@@ -62,7 +62,9 @@ Launch: TypeAlias = "tuple[tuple[int, ...] | None, Callable[[], Kernel]]"
 T = TypeVar("T")
 
 KERNEL = "a kernel"
-"""Name in reports of a kernel whose uses the program has reported by the method ``used``."""
+"""Name in reports of a kernel whose uses the program has reported (:meth:`~.wrapper.Recorder.used`), and of a kernel
+node of a graph if the driver gives no name.
+"""
 _KERNEL = "kernel "
 """Beginning of the report text for a kernel with a name."""
 FLAG = 64

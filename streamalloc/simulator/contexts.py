@@ -148,8 +148,8 @@ class Context:
     """
     streams: Handles[Queue] = field(default_factory=Handles)
     retired: Clock = field(default_factory=dict)
-    """Number of the last operation of each destroyed stream, by the stream's number. Operations of other streams that
-    precede these are included.
+    """Clock of the ended streams: for each destroyed stream the number of its last operation, and for other streams the
+    number of the last operation that precedes one of these. Entries that nothing awaits are removed.
     """
     _legacy: Queue | None = None
     _per_thread: dict[int, tuple[weakref.ref[Caller], Queue]] = field(default_factory=dict)

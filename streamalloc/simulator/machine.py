@@ -202,7 +202,9 @@ class Machine:
         return source == target or self.link(source, target).access
 
     def supports(self, name: str, device: int | None = None) -> bool:
-        """Whether the device attribute ``name`` is not 0. ``device``: ordinal of the device; None: of all devices."""
+        """Whether the device attribute ``name`` is not 0 on ``device`` (an ordinal); None: on all devices. False for an
+        unknown name.
+        """
         devices = self.devices if device is None else [self.devices[device]]
         return all(one.attributes.get(name) for one in devices)
 

@@ -105,8 +105,8 @@ def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: S
             else:
                 made = node.range
                 if not made.pending and made.ended is None:
-                    # The graph was instantiated with AUTO_FREE_ON_LAUNCH: each launch frees the allocations that the
-                    # previous launch has left.
+                    # Otherwise the driver would have refused the launch: the graph has AUTO_FREE_ON_LAUNCH, so each
+                    # launch frees what the previous launch has left.
                     state.judge.free(made, stream, stream.clock, "cuGraphLaunch", stack)
                 made.ended = None
                 made.last.clear()

@@ -53,7 +53,7 @@ class Launch(HostFunction):
     """One launch of a kernel that is a registered Python function. The function runs on a separate thread, on which
     :func:`current_launch` returns this object. Attributes for the function:
 
-    ``name`` of the kernel; ``grid`` and ``block``, the blocks and the threads of a block in each dimension;
+    ``name`` of the kernel; ``grid`` and ``block``, tuples (x, y, z) of the blocks and of the threads of a block;
     ``shared_bytes``, the bytes of dynamic shared memory per block; ``cooperative``, a bool; ``device``, the ordinal of
     the device.
     """
@@ -292,15 +292,16 @@ _here = threading.local()  # State of each thread. Its attribute ``launch`` is t
 
 
 def current_launch() -> Launch:
-    """Return the launch that runs the calling function. It has ``name``, ``grid``, ``block``, ``shared_bytes``,
-    ``cooperative`` and ``device``.
+    """Return the launch of the kernel that runs on this thread. A function that :func:`kernel` has registered may call
+    this, and so may what it calls.
 
-    :func:`kernel` registers such functions.
+    The launch has ``name``; ``grid`` and ``block``, tuples (x, y, z); ``shared_bytes``, the dynamic shared memory of a
+    block in bytes; ``cooperative``, a bool; and ``device``, an ordinal.
 
     Raises
     ------
     RuntimeError
-        The caller is no kernel.
+        No kernel runs on this thread.
     """
     found: Launch | None = getattr(_here, "launch", None)
     if found is None:

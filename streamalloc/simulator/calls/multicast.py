@@ -40,7 +40,8 @@ class Update(PlannedCopy):
 class Gather(PlannedCopy):
     """Operation that combines the replicas of a range by a function, and stores the result at an address.
 
-    ``combine`` gets a list with the bytes of each replica, in the order in which the devices were added to the team.
+    ``combine`` gets a list with the bytes of each replica, in the order in which the devices were added to the team. It
+    returns the bytes to store, and is called for each part of at most :data:`STEP` bytes.
     """
 
     def __init__(
