@@ -1,4 +1,4 @@
-"""The command line of streamalloc: its arguments, the choice of the driver, and its exit codes."""
+"""The command line of streamalloc: finds the command, has its driver chosen, and gives the exit code."""
 
 from __future__ import annotations
 

@@ -121,7 +121,9 @@ slow_row = functools.partial(BenchRow, most=1, unit="ms", rounds=(9, 3))
 
 
 class Bench:
-    """Device, stream and pool that all rows use, as objects of the library and as handles of the driver."""
+    """What the rows of the benchmark use: a device, a stream and a pool for the whole run, the stream also as a handle
+    of the driver; objects of other libraries; and resources that are closed at the end of a row.
+    """
 
     def __init__(self, chosen: Chosen, quick: bool, shared: contextlib.ExitStack) -> None:
         self.chosen = chosen

@@ -597,7 +597,9 @@ def _settings(torch: Any) -> tuple[str, Callable[[str], object]]:
 
 
 def _release_lock(torch: Any) -> None:
-    """Make PyTorch's allocator release its mutex while it allocates a segment (an option). Its other settings stay."""
+    """Make PyTorch's allocator release its mutex while it allocates a segment (an option). Its other settings stay;
+    before PyTorch 2.10 they become those of the environment.
+    """
     settings, write = _settings(torch)
     if _RELEASE_LOCK not in settings:
         write(",".join(filter(None, (settings, f"{_RELEASE_LOCK}:True"))))
@@ -612,7 +614,12 @@ def expandable() -> bool:
 
 @contextlib.contextmanager
 def without_expandable() -> Iterator[None]:
-    """Turn PyTorch's option ``expandable_segments`` off within the ``with`` block, for all threads."""
+    """Turn PyTorch's option ``expandable_segments`` off for the ``with`` block, on all threads. The end of the block
+    restores all settings of PyTorch's allocator.
+
+    Before PyTorch 2.10 these are the settings of the environment, and the option is turned off only if the environment
+    turns it on. Raises ModuleNotFoundError if PyTorch is not installed.
+    """
     settings, write = _settings(library("torch"))
     # The calls below set all settings. If they left out the option that releases the mutex, callbacks would deadlock.
     settings = settings if _RELEASE_LOCK in settings else f"{settings},{_RELEASE_LOCK}:True"

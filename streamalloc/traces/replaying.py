@@ -258,7 +258,7 @@ def _torch(device: Device, streams: int, resources: contextlib.ExitStack) -> Sub
 
 
 class Entry(NamedTuple):
-    """Allocator on which a trace can be replayed."""
+    """Entry of :data:`ALLOCATORS`: an allocator on which a trace can be replayed."""
 
     title: str
     make: Callable[[Device, int, contextlib.ExitStack], Subject]
@@ -308,7 +308,7 @@ class Replayed:
 
     @property
     def microseconds_per_event(self) -> float:
-        """Mean time of one allocation or free in microseconds."""
+        """Time of one replay divided by the number of events, in microseconds. An empty trace counts as one event."""
         return self.seconds * 1e6 / max(self.events, 1)
 
     @property
