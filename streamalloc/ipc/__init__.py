@@ -37,6 +37,22 @@ In the owner again:
     and the free follows (``cuMemFreeAsync``). Otherwise the free becomes an item of the queue of deferred releases,
     ``_DeferredFree``, which later calls of the package attempt.
 
+The objects of these steps, the first three in the process that shares. ``Exports`` and ``Imports`` have those of one
+driver in one process:
+
+================  ================================  ===========================  ====================================
+Object            Stands for                        Belongs to                   Ends
+================  ================================  ===========================  ====================================
+``Lease``         a slot of a control block         the buffer, or a ``Shared``  with the free, or the ``Shared``
+``Hold``          a descriptor in transit           a ``Shared`` or a message    at the open, or if its owner is lost
+``ExportedPool``  the exported handle of a pool     ``Exports`` and leases       after the pool and these leases
+``PoolHandle``    the driver's handle of that pool  ``Imports``                  once unused, and closed by its owner
+``Import``        one import of an allocation       ``Imports``                  with its last use
+``ImportUse``     one use of an ``Import``          an ``ImportedBuffer``        at its close, or after its drop
+``HostUse``       one use of a lease by a range     an ``ImportedRange``         at its close, drop or next open
+``Announcement``  a value of ``ready``              the opened memory            once ``ready`` has the value
+================  ================================  ===========================  ====================================
+
 *The owner dies.* The driver keeps the memory for the importers that have it. Before a stream waits for ``ready``,
 ``wire.control_block.ControlBlock.expect`` starts a thread that waits for the lock of the owner's process. The kernel
 releases this lock with the process. ``ControlBlock._died`` then counts up ``lost`` and writes ``ready``, so that no
