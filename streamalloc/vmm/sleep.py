@@ -24,6 +24,15 @@ A wake (:meth:`SleepGroup.wake`) does these steps in the same way:
 5. *Vote* of the ranks.
 
 Then ``drop_woken`` drops the backups.
+
+The names of what keeps the bytes meanwhile:
+
+* ``Stored``: blocks that one call has reserved in a tier, for one or several buffers.
+* ``Saved``: the *backup* of one buffer, its blocks in a ``Stored``. ``saved`` has the new backups of a sleep.
+* ``Eviction``: what a sleeping buffer has instead of memory: the chunks to create again, and ``Eviction.saved``.
+* ``Eviction.saved``: the backup with the bytes of the sleeping buffer; None if they were given up.
+* ``Eviction.held``: the old memory, which still has the bytes, if the sleep and its undo failed.
+* ``VirtualBuffer._frozen``: the backup of a frozen buffer, which stays while it is awake, so a sleep copies nothing.
 """
 
 from __future__ import annotations
