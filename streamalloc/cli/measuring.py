@@ -149,6 +149,7 @@ class Bench:
         # being captured.
         self.raw_stream: Any = self.stream.checked_raw()
         self.pool: sa.MemoryPool = self.new_pool()[0]
+        """Pool that is closed at the end of the benchmark, because it is made before the first row."""
 
     def new_pool(self) -> tuple[sa.MemoryPool, Any]:
         """Make a pool that keeps all its memory until the end of the row. Returns a tuple of the pool and its

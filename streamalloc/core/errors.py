@@ -244,10 +244,10 @@ class InUseError(RuntimeError):
 
 
 class StillImportedError(InUseError):
-    """A shared allocation cannot be freed now: another process has it open.
+    """A shared allocation cannot be freed now: another process has it open, or a descriptor with a hold is in transit.
 
     :meth:`Buffer.free` raises it with ``still_imported="raise"`` at once, and with ``"wait"`` after ``timeout``. By
-    default the free is deferred until the other process closes the allocation, and nothing is raised.
+    default the free is deferred until no process has the allocation open and no hold is left, and nothing is raised.
     """
 
 

@@ -428,7 +428,7 @@ class SparseArray(OwnsNode):
             The pool has too few free tiles, or too few adjacent free tiles. Nothing is mapped.
         ValueError
             The region contains only a part of a tile, is outside of the level or is mapped already. Or the array has no
-            such level or layer. Or the stream is of another device or driver.
+            such level or layer, or ``pool`` or the stream is of another device or driver.
         TypeError
             ``pool`` is no :class:`TilePool`, ``stream`` is no stream, or ``level`` or ``layer`` is no integer.
         ClosedError

@@ -257,7 +257,8 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
             ``backup`` is no such place, is of another driver or size, or is memory of the buffer itself. Or the device
             has no access to the pool. Or ``stream`` or ``after`` is no stream or event of the driver.
         OSError, CudaError
-            A file cannot be written, or the driver refused a call. The buffer is unchanged.
+            A file cannot be written, or the driver refused a call. The buffer is unchanged, unless the driver also
+            refuses the undo: see the class.
         """
         entries = self._evictable(shared=shared)
         ordered = copying_stream(stream, self)

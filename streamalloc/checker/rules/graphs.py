@@ -313,7 +313,8 @@ def _sets(make: MakeNodes, state: State, name: str, args: Arguments, answer: Ans
 
 
 def _without_kernels(state: State, nodes: list[TrackedNode]) -> list[TrackedNode]:
-    """Return the nodes without those of kernels whose uses the program reported (:meth:`~.wrapper.Recorder.used`).
+    """Return the nodes without those with the name :data:`~.uses.KERNEL`: of kernels whose uses the program reported
+    (:meth:`~.wrapper.Recorder.used`), and of kernels without a name.
 
     A call has changed a kernel's arguments, so the reported uses may no longer be true.
     """

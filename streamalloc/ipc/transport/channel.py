@@ -459,7 +459,7 @@ class Channel(_SocketOwner):
         address
             The listener's address, :attr:`Listener.address`.
         timeout
-            Seconds to wait while the listener's queue is full; None: no limit.
+            Seconds to wait while the listener's queue is full; 0: do not wait; None: no limit.
 
         Raises
         ------
@@ -470,7 +470,7 @@ class Channel(_SocketOwner):
         TimeoutError
             The listener's queue stayed full.
         TypeError, ValueError
-            ``address`` is no path or name, or too long; or ``timeout`` is negative.
+            ``address`` is no path or name, or too long; or ``timeout`` is negative or no number.
         """
         end = deadline_after(timeout)
         connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -765,10 +765,12 @@ class Listener(_SocketOwner):
         Parameters
         ----------
         timeout
-            Seconds to wait for a connection; None: no limit.
+            Seconds to wait for a connection; 0: do not wait; None: no limit.
 
         Raises
         ------
+        TypeError, ValueError
+            The timeout is no number, or is negative.
         TimeoutError
             No process connected. The listener stays usable.
         PermissionError
