@@ -181,7 +181,7 @@ class Graph(Closes):
 
     def close(self) -> None:
         """Destroy the graph and its instance; queued launches still run (``cuGraphDestroy``, ``cuGraphExecDestroy``).
-        Idempotent.
+        Idempotent. Raises CudaError if the driver refuses; a further call tries again.
         """
         self._closed = True
         with self._in_use, self._session.relaxed():

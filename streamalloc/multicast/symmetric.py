@@ -472,8 +472,9 @@ class SymmetricMemory(Closes, Shown):
             once its devices are idle. For this the call waits for the rest of the time, but at least one second; for
             one second if there is no limit. Nothing is released if a device is still busy then, or if other code
             captures a stream.
-        CaptureError
-            This package captures a stream. Nothing was released, and no rank was notified.
+        CaptureError, TypeError, ValueError
+            This package captures a stream, or ``timeout`` is no number or negative. Nothing was released, and no rank
+            was notified.
         CudaError
             Work of a device of this process had failed, or the driver refused a release. After a refusal, call
             :meth:`close` again to retry.
@@ -515,6 +516,8 @@ class SymmetricMemory(Closes, Shown):
 
         Raises
         ------
+        TypeError, ValueError
+            ``timeout`` is no number, or is negative. Nothing was released.
         TimeoutError, CaptureError
             A device was still busy after that time, for example because a kernel waits for another rank, or a stream is
             being captured, by this package or other code. Nothing was released.

@@ -195,10 +195,12 @@ class RingConsumer(RingEnd):
         Parameters
         ----------
         timeout
-            Seconds to wait; None: :attr:`timeout`.
+            Seconds to wait; 0: do not wait; None: :attr:`timeout`.
 
         Raises
         ------
+        TypeError, ValueError
+            ``timeout`` is no number, or is negative.
         TimeoutError
             No item was handed off in time.
         EOFError

@@ -458,14 +458,14 @@ class RingProducer(RingEnd):
         ----------
         channel
             A connection to the consumer. The ring owns the channel from now on, and closes it when the consumer ends.
-            It also closes the channel if this call fails, unless the ring was closed before.
+            It also closes the channel if this call fails, unless the ring was closed before or ``timeout`` is refused.
         timeout
             Seconds until ``TimeoutError``; None: no limit.
 
         Raises
         ------
-        TypeError
-            ``channel`` is not a :class:`Channel`.
+        TypeError, ValueError
+            ``channel`` is not a :class:`Channel`, or ``timeout`` is no number or negative.
         TimeoutError
             The consumer has not called :meth:`Ring.consumer` in time.
         PeerGoneError
@@ -509,10 +509,12 @@ class RingProducer(RingEnd):
         Parameters
         ----------
         timeout
-            Seconds to wait for a slot; None: no limit.
+            Seconds to wait for a slot; 0: do not wait; None: no limit.
 
         Raises
         ------
+        TypeError, ValueError
+            ``timeout`` is no number, or is negative.
         TimeoutError
             All slots are in flight or being filled.
         PeerGoneError
@@ -554,12 +556,13 @@ class RingProducer(RingEnd):
         data
             A source as for :meth:`Memory.copy_from`, of at most :attr:`slot_bytes` bytes.
         timeout
-            Seconds to wait for a slot; None: no limit.
+            Seconds to wait for a slot; 0: do not wait; None: no limit.
 
         Raises
         ------
         TypeError, ValueError
-            ``data`` is no source of :meth:`Memory.copy_from`, or is larger than a slot.
+            ``data`` is no source of :meth:`Memory.copy_from`, or is larger than a slot. Or ``timeout`` is no number, or
+            is negative.
         TimeoutError, PeerGoneError, ClosedError
             As for :meth:`next`.
         CaptureError, CudaError

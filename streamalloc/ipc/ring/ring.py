@@ -106,7 +106,7 @@ class Ring:
         ValueError, CudaError
             The memory cannot be opened here; the error has the reason. ValueError also for a negative ``timeout``.
         TypeError
-            ``channel`` is not a :class:`Channel`, or ``stream`` is not a stream.
+            ``channel`` is not a :class:`Channel`, ``stream`` is not a stream, or ``timeout`` is no number.
         CaptureError
             ``stream`` is being captured.
         ClosedError
