@@ -230,9 +230,9 @@ class MulticastCalls(CopyCalls):
     def multimem_gather(self, hStream: Queue, target: int, address: int, size: int, combine: Combine) -> None:
         """Queue an operation that combines the replicas of a range, and stores the result at ``target``.
 
-        ``combine`` gets a list with the bytes of each replica, and returns as many bytes. Gives and raises the errors
-        of :meth:`multimem_update`; gives CUDA_ERROR_INVALID_VALUE if the device cannot write to ``target``. This is not
-        a driver function.
+        ``combine`` is called for one part of the range at a time (:class:`Gather`). It gets a list with the bytes of
+        each replica, and returns as many bytes. Gives and raises the errors of :meth:`multimem_update`; gives
+        CUDA_ERROR_INVALID_VALUE if the device cannot write to ``target``. This is not a driver function.
         """
         self._check_replicated(hStream, address, size, READ)
         if self.banks.arenas.find(target) is not None:
