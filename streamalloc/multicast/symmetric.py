@@ -473,8 +473,7 @@ class SymmetricMemory(Closes, Shown):
             one second if there is no limit. Nothing is released if a device is still busy then, or if other code
             captures a stream.
         CaptureError, TypeError, ValueError
-            This package captures a stream, or ``timeout`` is no number or negative. Nothing was released, and no rank
-            was notified.
+            This package captures a stream, or ``timeout`` is negative or no number. Nothing was released or sent.
         CudaError
             Work of a device of this process had failed, or the driver refused a release. After a refusal, call
             :meth:`close` again to retry.
@@ -516,11 +515,9 @@ class SymmetricMemory(Closes, Shown):
 
         Raises
         ------
-        TypeError, ValueError
-            ``timeout`` is no number, or is negative. Nothing was released.
-        TimeoutError, CaptureError
-            A device was still busy after that time, for example because a kernel waits for another rank, or a stream is
-            being captured, by this package or other code. Nothing was released.
+        TimeoutError, CaptureError, TypeError, ValueError
+            A device was still busy after that time, for example because a kernel waits for another rank. Or a stream is
+            being captured, by any code; or ``timeout`` is negative or no number. Nothing was released.
         CudaError
             Work of a device had failed, or the driver refused a release. After a refusal, call this method again.
         """
