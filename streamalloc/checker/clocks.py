@@ -434,8 +434,8 @@ class Timeline:
         self.version += 1
 
     def host_observes(self, clock: Clock) -> None:
-        """Record that the host has waited for all operations in ``clock``. If many actors have ended, those whose work
-        the host has waited for are removed.
+        """Record that the host has waited for all operations in ``clock``. If more than 32 threads and streams have
+        ended, the threads are removed, and the streams whose work the host has waited for.
         """
         self.host.learn(clock)
         self.version += 1

@@ -323,7 +323,9 @@ def live_blocks(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]
 
 
 def place_in_history(frames: Sequence[dict[str, Any]]) -> Stack:
-    """Return the program's innermost frames, at most 8, out of the ``frames`` of an entry of PyTorch's history."""
+    """Return the program's innermost frames, at most 8, out of the ``frames`` of an entry of PyTorch's history. Empty
+    if all frames are of libraries.
+    """
     theirs = [one for one in frames if not is_library(one["filename"])]
     return tuple((_code(one["filename"], one["name"], one["line"]), -1) for one in theirs[:_DEPTH])
 

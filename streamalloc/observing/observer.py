@@ -516,7 +516,7 @@ class Observer(Drawn, Leaves):
         return LeakReport(self.live)
 
     def assert_nothing_left(self) -> None:
-        """Raise :class:`LeakError`, which lists the bytes and the lines, if memory is still allocated."""
+        """Raise :class:`LeakError`, which lists the bytes and the lines, if allocations of :attr:`live` are left."""
         self.leaks().raise_if_any()
 
     @contextlib.contextmanager

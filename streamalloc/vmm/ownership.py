@@ -636,7 +636,7 @@ class GenericAllocation(OwnsNode, Shareable):
         Raises
         ------
         CudaError
-            The driver refused. The object stays open.
+            The driver refused. The object stays open, unless the handle no longer exists.
         """
         if not self.closed:
             self._node.allocations.end(self._node)

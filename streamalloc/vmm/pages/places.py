@@ -944,7 +944,7 @@ def fill(physical: PhysicalPages, count: int) -> int:
 
 def usage(physical: PhysicalPages) -> str:
     """Return a text for errors: how many pages are in use, and how many are parked. A page counts as parked if all its
-    places are parked.
+    places are parked. Spare and kept pages are not counted.
     """
     places = Counter(places.backing[place] for places in members(physical.spaces) for place in list(places.parked))
     parked = sum(page is not None and page.users == count for page, count in places.items())
