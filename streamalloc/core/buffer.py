@@ -403,8 +403,8 @@ class Buffer(Memory, Closes):
         CaptureError
             The stream is being captured, and the memory was not allocated in this capture. The capture stays valid.
         StillImportedError
-            Another process has the buffer open, with ``"raise"`` at once, with ``"wait"`` after ``timeout`` seconds.
-            The buffer stays valid.
+            Another process has the buffer open, or may still open it: with ``"raise"`` at once, with ``"wait"`` after
+            ``timeout`` seconds. The buffer stays valid.
         TypeError, ValueError
             ``stream`` is not a stream or belongs to another driver, or ``still_imported`` is another text.
         """

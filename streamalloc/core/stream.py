@@ -864,7 +864,7 @@ class LibraryStream(Stream):
     """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` keeps it alive."""
     owned: bool
     """Whether only the library's own stream object destroys the driver's stream, and then reports the stream as closed.
-    False for objects that only name a stream.
+    False for objects that are known to only name a stream (:func:`only_names`).
     """
     drained: bool
     """Whether the device was found idle at some time after the close of the stream, which then has no work left."""
