@@ -369,11 +369,6 @@ class Buffer(Memory, Closes):
         """
         return self._ptr is None and self.shared is None
 
-    @property
-    def closed(self) -> bool:
-        """Whether the buffer was freed: the same as :attr:`freed`, under the name that other owners have."""
-        return self.freed
-
     def free(
         self,
         stream: StreamLike | None = None,

@@ -20,8 +20,8 @@ another library's     the library's object, if its users can close it        the
 * *The library's object:* the driver crashes on the handle of a destroyed stream.
 * *A capture by other code:* memory allocated in a capture belongs to the graph, and each launch writes this memory
   again. If it were handed out as memory of a pool, each launch would overwrite the bytes of a later owner. Only
-  ``cuStreamIsCapturing`` tells of a capture and leaves the capture valid (``cuStreamGetId`` and ``cuStreamGetFlags``
-  end it). A free need not ask: in a capture the driver refuses to free memory of a pool, and the capture stays valid.
+  ``cuStreamIsCapturing`` tells of a capture and leaves it valid; ``cuStreamGetId`` and ``cuStreamGetFlags`` invalidate
+  it. A free need not ask: in a capture the driver refuses to free memory of a pool, and the capture stays valid.
 
 Two attributes save the call of the method where nothing must be asked: ``direct`` before any call, ``unlent`` before an
 allocation. So callers write ``stream.direct or stream.ready()``. An allocation first takes ``unlent``; without it, and

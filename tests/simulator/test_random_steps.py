@@ -47,7 +47,10 @@ def test_recorded_programs() -> None:
 def own_profile(on_cuda: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The profile of the machine under test."""
     path = tmp_path_factory.mktemp("profile") / "own.json"
-    path.write_text(json.dumps(read_profile(real() if on_cuda else simulated())))
+    profile = read_profile(real() if on_cuda else simulated())
+    # It is read from the free memory of the device, which other processes use.
+    profile["context_overhead"] = min(profile["context_overhead"], 1 << 30)
+    path.write_text(json.dumps(profile))
     return path
 
 

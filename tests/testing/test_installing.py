@@ -204,6 +204,7 @@ class TestRun:
     @pytest.fixture
     def in_this_process(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Ends the machine of a command, which otherwise stays until the end of the process."""
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)
         monkeypatch.setattr(sys, "path", [*sys.path])
         monkeypatch.setattr(sys, "argv", ["streamalloc"])
         yield

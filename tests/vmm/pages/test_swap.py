@@ -160,7 +160,7 @@ def test_of_blocks_that_are_smaller_than_a_page(traced: Any, device: sa.Device, 
         stored.drop([3, 4])
         stored.drop([4])
         assert tier.used == 19 * size
-        with pytest.raises(ValueError, match="may be dropped"):
+        with pytest.raises(ValueError, match="was dropped"):
             tier.load(stored, buffer, blocks, stream)
         for one in (stored, stored, other):
             one.drop()
@@ -315,7 +315,7 @@ def test_memory_is_allocated_under_no_lock(
 def test_a_block_that_is_named_twice_is_dropped_once(device: sa.Device, stream: sa.Stream, tier: AnyTier) -> None:
     with sa.allocate(4 * 4096, stream) as buffer:
         stored = tier.save(buffer, range(3), 4096, stream)
-        stored.drop([0, 0, -3])
+        stored.drop([0, 0])
         assert tier.used == 2 * 4096
         stored.drop([1, 1, 0])
         assert tier.used == 4096 and stored._present.tolist() == [False, False, True]
@@ -461,7 +461,7 @@ def test_many_small_blocks_take_few_writes(
         disk.load(stored, buffer, np.arange(count)[::-1], stream)
         assert len(calls) == 5 and (read(buffer).reshape(count, size) == data.reshape(count, size)[::-1]).all()
         stored.drop([3])
-        with pytest.raises(ValueError, match="may be dropped"):
+        with pytest.raises(ValueError, match="was dropped"):
             disk.load(stored, buffer, range(count), stream)
         stored.drop()
         assert disk.used == 0
