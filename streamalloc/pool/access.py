@@ -8,7 +8,7 @@ from typing import Any
 from streamalloc.core.errors import ClosedError, PeerAccessError, refused
 from streamalloc.core.internal import Allocator, Device, known_location
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType, checked_type
-from streamalloc.pool.ending import PoolEnd, reading
+from streamalloc.pool.ending import PoolEnd
 
 
 class GrantsAccess(Allocator):
@@ -31,8 +31,15 @@ class GrantsAccess(Allocator):
         """Call driver function ``name`` with this pool as its first argument, and return its results. Raises
         ClosedError, CudaError with ``hint``.
         """
-        with reading(self._end):
+        end = self._end
+        if end is None:
             return self._session.call(name, self.checked_raw(), *args, hint=hint)
+        # A cache makes several such calls for a miss, so the ``with`` block of the end is written out.
+        end.readers += 1
+        try:
+            return self._session.call(name, self.checked_raw(), *args, hint=hint)
+        finally:
+            end.readers -= 1
 
     @property
     def peers(self) -> frozenset[Device]:
