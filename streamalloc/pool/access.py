@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from streamalloc.core.errors import ClosedError, PeerAccessError, refused
 from streamalloc.core.internal import Allocator, Device, known_location
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType, checked_type
 from streamalloc.pool.ending import PoolEnd
+
+T = TypeVar("T")
 
 
 class GrantsAccess(Allocator):
@@ -31,13 +33,20 @@ class GrantsAccess(Allocator):
         """Call driver function ``name`` with this pool as its first argument, and return its results. Raises
         ClosedError, CudaError with ``hint``.
         """
+        return self._counted(lambda: self._session.call(name, self.checked_raw(), *args, hint=hint))
+
+    def _counted(self, act: Callable[[], T]) -> T:
+        """Call ``act``, which asks whether the pool is open and then calls the driver with the pool's handle, and
+        return its result. Meanwhile the pool is not destroyed, even if another thread closes it: the driver may crash
+        on the handle of a destroyed pool.
+        """
         end = self._end
         if end is None:
-            return self._session.call(name, self.checked_raw(), *args, hint=hint)
-        # A cache makes several such calls for a miss, so the ``with`` block of the end is written out.
+            return act()
+        # No function is called between the read and the write, so Python switches no threads there.
         end.readers += 1
         try:
-            return self._session.call(name, self.checked_raw(), *args, hint=hint)
+            return act()
         finally:
             end.readers -= 1
 

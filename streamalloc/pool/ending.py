@@ -9,7 +9,6 @@ destroyed, its end is an item of the deferred queue.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +47,7 @@ pools_of: PerDriver[KnownPools] = PerDriver(KnownPools)
 
 
 class PoolEnd(HandleEnd):
-    """Queue item that destroys a pool of this process. It owns the pool's handle from the creation of the pool.
-
-    In a ``with`` block of this object the pool is not destroyed, even if another thread closes it. For calls with the
-    pool's handle: the driver may crash on the handle of a destroyed pool. The caller asks within the block whether the
-    pool is open.
-    """
+    """Queue item that destroys a pool of this process. It owns the pool's handle from the creation of the pool."""
 
     def __init__(self, session: Session, location: MemLocation, allocation_type: MemAllocationType) -> None:
         super().__init__(session, "cuMemPoolDestroy", None)
@@ -67,13 +61,6 @@ class PoolEnd(HandleEnd):
         """
         self._in_use = Lock()
         """Lock that the thread holds which closes the pool or attempts to destroy it."""
-
-    def __enter__(self) -> None:
-        # No function is called between the read and the write, so Python switches no threads there.
-        self.readers += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.readers -= 1
 
     def close(self) -> None:
         """List the pool as closed. If it is the current pool, make the default pool of its location current
@@ -154,7 +141,3 @@ class PoolEnd(HandleEnd):
 
     def _number(self, attribute: Any) -> int:
         return int(self._session.call("cuMemPoolGetAttribute", self._raw, attribute))
-
-
-UNOWNED: contextlib.nullcontext[None] = contextlib.nullcontext()
-"""In place of the :class:`PoolEnd` of a pool that this process does not destroy."""

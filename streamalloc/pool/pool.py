@@ -52,7 +52,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Drawn, Row, gauge, place
 from streamalloc.pool.access import GrantsAccess
 from streamalloc.pool.attributes import ATTRIBUTES, PoolAttributes, PoolStatistics
-from streamalloc.pool.ending import UNOWNED, PoolEnd, pools_of
+from streamalloc.pool.ending import PoolEnd, pools_of
 from streamalloc.pool.places import existing_pool, location_of_pool, pool_locations, set_current_pool
 from streamalloc.pool.plain import THIS, check_handle, is_ours, refuse_second_owner
 from streamalloc.pool.properties import MemPoolProps
@@ -393,8 +393,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         session = self._session
         work(session)
         read = session.cuMemPoolGetAttribute
-        with session.beside_captures(), self._end or UNOWNED:
-            answers = [read(self.checked_raw(), figure) for figure in _FIGURES]
+        with session.beside_captures():
+            answers = self._counted(lambda: [read(self.checked_raw(), figure) for figure in _FIGURES])
         for result, _ in answers:
             if result:
                 raise error_from(result, "cuMemPoolGetAttribute")

@@ -10,7 +10,6 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core import errors, graph, session
 from streamalloc.core.resource import Leaves
-from streamalloc.pool.ending import PoolEnd
 from tests.package.test_half_made import classes
 from tests.support import MiB
 
@@ -18,7 +17,7 @@ WITH_BLOCKS = [
     kind
     for kind in classes()
     if getattr(getattr(kind, "__exit__", None), "__module__", "").startswith("streamalloc")
-    and kind not in (errors.undoing, session._Current, session._Relaxed, graph.Capture, PoolEnd)
+    and kind not in (errors.undoing, session._Current, session._Relaxed, graph.Capture)
 ]
 
 
