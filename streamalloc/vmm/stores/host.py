@@ -266,7 +266,7 @@ class _SleepingBytes(_BufferBytes):
 
     def drop(self, blocks: Blocks | None = None) -> None:
         """As :meth:`Stored.drop`. Blocks without room then get none."""
-        self.lacking[slice(None) if blocks is None else np.asarray(blocks)] = False
+        self.lacking[index_of(self._chosen("blocks", blocks))] = False
         super().drop(blocks)
 
 
