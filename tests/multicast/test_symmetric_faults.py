@@ -259,20 +259,7 @@ def test_errors_travel() -> None:
 RANKS = 3
 LIMIT = 10.0
 # The call before which a rank is killed.
-KILLED_AT = {
-    "agree": "cuMemGetAllocationGranularity",
-    "create": "cuMemCreate",
-    "export": "cuMemExportToShareableHandle",
-    "exchange": "",
-    "import": "cuMemImportFromShareableHandle",
-    "add": "cuMulticastAddDevice",
-    "bind": "cuMulticastBindMem",
-    "reserve": "cuMemAddressReserve",
-    "map": "cuMemMap",
-    "access": "cuMemSetAccess",
-    "clear": "cuMemcpyAsync",
-    "close": "cuCtxSynchronize",
-}
+KILLED_AT = CALLS | {"exchange": "", "clear": "cuMemcpyAsync", "close": "cuCtxSynchronize"}
 
 
 def die(*_: Any) -> Any:
