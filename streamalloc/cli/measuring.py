@@ -121,8 +121,8 @@ slow_row = functools.partial(BenchRow, most=1, unit="ms", rounds=(9, 3))
 
 
 class Bench:
-    """What the rows of the benchmark use: a device, a stream and a pool for the whole run, the stream also as a handle
-    of the driver; objects of other libraries; and resources that are closed at the end of a row.
+    """Objects that the rows of the benchmark use: a device, a stream and a pool for the whole run, the stream also as a
+    handle of the driver; objects of other libraries; and resources that are closed at the end of a row.
     """
 
     def __init__(self, chosen: Chosen, quick: bool, shared: contextlib.ExitStack) -> None:

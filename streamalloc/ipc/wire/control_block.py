@@ -124,8 +124,8 @@ class Word(ctypes.c_uint32):
 
 
 class SlotWords:
-    """Those words of one slot that the exporter writes, and the places of the importers' words. Raises ValueError if
-    there is no such slot.
+    """Words of one slot that the exporter writes, and the places of the importers' words. Raises ValueError if there is
+    no such slot.
     """
 
     __slots__ = ("announced", "closed", "generation", "last_announced", "lost", "opened", "ready", "slot")
@@ -154,7 +154,7 @@ class SlotWords:
 
 
 class ImporterWords:
-    """Those words of one slot that one importer writes. Raises ValueError if there is no such slot."""
+    """Words of one slot that one importer writes. Raises ValueError if there is no such slot."""
 
     __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words", "users")
 
