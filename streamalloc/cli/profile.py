@@ -1,7 +1,8 @@
 """Read this machine's profile as JSON: its driver's answers about devices, limits, granularities and links.
 
 A simulated machine with the profile answers as this machine does: STREAMALLOC_DRIVER=simulated:profile=FILE. Run this
-on an idle machine: memory that others use on device 0 counts as overhead of the driver.
+on an idle machine: memory that others use on device 0 counts as overhead of the driver. If that is more than a profile
+may have, the overhead of the base profile stands for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from streamalloc.cli.machine import Chosen, cuda_version
 from streamalloc.cli.terminal import Terminal, UsageError, write_file
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
-from streamalloc.simulator.internal import BASE, FORMAT, HANDLE_TYPES, VERSION
+from streamalloc.simulator.internal import BASE, FORMAT, HANDLE_TYPES, MOST_OVERHEAD, VERSION
 
 _NODES = 64  # Largest number of NUMA nodes on which pools are tried.
 
@@ -58,7 +59,8 @@ def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
 
     This function makes the primary context of each device. It makes and releases pools on the device and on NUMA nodes,
     two allocations, and, if the device supports it, physical memory with a fabric handle. Memory that other processes
-    use on device 0 meanwhile counts as overhead of the context.
+    use on device 0 meanwhile counts as overhead of the context. An overhead that the simulator would refuse is left
+    out: more than 64 GiB, or all memory of the device.
 
     Parameters
     ----------
@@ -90,7 +92,7 @@ def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
             "name": name,
             "driver_version": int(call("cuDriverGetVersion")),
             "total_memory": total,
-            "context_overhead": total - device.memory_info().free,
+            "context_overhead": _overhead(total, device.memory_info().free),
             "context_api_version": int(call("cuCtxGetApiVersion", call("cuCtxGetCurrent"))),
             "context_flags": int(call("cuCtxGetFlags")),
             "stream_priorities": [int(one) for one in call("cuCtxGetStreamPriorityRange")],
@@ -105,6 +107,12 @@ def read_profile(driver: Any, *, multicast: bool = False) -> dict[str, Any]:
             "error_strings": dict(_error_strings(driver)),
         }
     return {name: value for name, value in read.items() if value is not None and (name != "links" or count > 1)}
+
+
+def _overhead(total: int, free: int) -> int | None:
+    """Return the used bytes of the device; None if others use so much that a profile may not have this number."""
+    used = total - free
+    return used if 0 <= used <= min(MOST_OVERHEAD, total - 1) else None
 
 
 def _asked(call: Callable[..., Any], *arguments: Any) -> Any:

@@ -26,6 +26,8 @@ HANDLE_TYPES = {"NONE": 0, "POSIX_FILE_DESCRIPTOR": 1, "FABRIC": 8}
 _MOST_BYTES = 1 << 18
 """Largest size of a profile file in bytes. A profile of eight devices needs 30 KiB."""
 _KiB, _GiB, _TiB = 1 << 10, 1 << 30, 1 << 40
+MOST_OVERHEAD = 64 * _GiB
+"""Largest size in bytes of the device memory that a driver itself uses."""
 
 
 class Limit(NamedTuple):
@@ -178,7 +180,7 @@ class Profile:
     name: str = _read(_text)
     driver_version: int = _read(_whole(11000, 99990))
     total_memory: int = _read(_whole(_GiB, 4 * _TiB))
-    context_overhead: int = _read(_whole(0, 64 * _GiB))
+    context_overhead: int = _read(_whole(0, MOST_OVERHEAD))
     """Size in bytes of the device memory that the driver itself uses."""
     context_free: tuple[int, ...] = _read(_list(_whole(0, 32 << 20), 0, 4))
     """Free bytes in each region of addresses that begins with memory of the context itself."""

@@ -142,6 +142,16 @@ class TestTwoDevices:
         with pytest.raises(NotImplementedError, match="the link of devices 0 and 2"):
             raw.cuDeviceCanAccessPeer(0, 2)
 
+    @pytest.mark.parametrize("free", [-MiB, 0, MiB, 70 << 30])
+    def test_memory_that_others_use(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int) -> None:
+        """``free``: bytes that others leave; less than none stands for a driver that answers more than there are."""
+        driver: Any = simulated()
+        total = built_in("h200").total_memory
+        answer = free if free >= 0 else total - free
+        monkeypatch.setattr(driver, "cuMemGetInfo", lambda: (driver.CUresult(0), answer, total))
+        read = read_profile(driver)
+        assert load(written(tmp_path / "busy.json", read)).context_overhead == built_in("h200").context_overhead
+
     def test_reading_refuses_a_mixed_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         driver: Any = simulated(2)
         monkeypatch.setattr(driver, "cuDeviceTotalMem", lambda device: (driver.CUresult(0), 1 << 30 << device))
