@@ -179,14 +179,17 @@ def _imex_channel(device: sa.Device) -> int | None:
 
 def _placement(device: sa.Device) -> dict[str, int]:
     """Return the fields ``pool_chunk`` and ``pool_alignment`` as a dictionary, which is empty if the device has no
-    pools.
+    pools, or if others leave no memory for one.
 
     ``pool_chunk``: bytes by which a pool grows. ``pool_alignment``: distance of two small allocations in bytes.
     """
     if not device.supports.memory_pools:
         return {}
     with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-        one, two = (pool.allocate(1, stream) for _ in range(2))
+        try:
+            one, two = (pool.allocate(1, stream) for _ in range(2))
+        except sa.OutOfMemoryError:
+            return {}
         found = {"pool_chunk": pool.statistics().reserved, "pool_alignment": abs(two.address - one.address)}
         one.free()
         two.free()

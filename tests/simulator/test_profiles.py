@@ -152,6 +152,12 @@ class TestTwoDevices:
         read = read_profile(driver)
         assert load(written(tmp_path / "busy.json", read)).context_overhead == built_in("h200").context_overhead
 
+    def test_no_memory_for_a_pool(self, tmp_path: Path) -> None:
+        rig = new_rig()
+        free, _ = value(rig.raw.cuMemGetInfo())
+        value(rig.raw.cuMemAlloc(free // (2 * MiB) * 2 * MiB - 4 * MiB))
+        assert load(written(tmp_path / "full.json", read_profile(rig.raw))).pool_chunk == built_in("h200").pool_chunk
+
     def test_reading_refuses_a_mixed_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         driver: Any = simulated(2)
         monkeypatch.setattr(driver, "cuDeviceTotalMem", lambda device: (driver.CUresult(0), 1 << 30 << device))
