@@ -318,8 +318,12 @@ class KeeperProcess:
         self._channel.close()
 
     def end(self) -> None:
-        """End the keeper process, which then releases all descriptors. Errors of the connection are hidden."""
-        # A new connection is used, because the process closes a connection after a message that it refuses.
+        """Close the connection, and end the keeper process, which then releases all descriptors. Errors of the
+        connection are hidden.
+        """
+        # A new connection is used, because the process closes a connection after a message that it refuses. The process
+        # serves one connection at a time, so this object's connection is closed first.
+        self.close()
         with contextlib.suppress(OSError, ValueError), Channel.connect(self._path, timeout=_SECONDS) as channel:
             channel.send(b"END=1", timeout=_SECONDS)
             channel.receive(timeout=_SECONDS)
