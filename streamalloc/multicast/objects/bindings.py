@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from streamalloc.core.errors import InvalidValueError, size_text
+from streamalloc.core.errors import InvalidDeviceError, InvalidValueError, size_text
 from streamalloc.core.internal import Buffer, Device, GraphBuffer, Memory, check_device, viewed
 from streamalloc.core.properties import MemHandleType, MemLocationType, checked_number, checked_size
 from streamalloc.core.session import Session, session_of
@@ -226,11 +226,11 @@ class BindingNode(HandleNode):
 
     def release(self) -> None:
         """Unbind the memory (``cuMulticastUnbind``). Raises CudaError. If the bind call was interrupted, a refusal is
-        no error: it means that nothing is bound.
+        no error: it means that nothing is bound, or that the device is not in the team.
         """
         try:
             self.release_by("cuMulticastUnbind", self.device, self.offset, self.source.nbytes)
-        except InvalidValueError:
+        except (InvalidValueError, InvalidDeviceError):
             if self.confirmed:
                 raise
             self.was_refused()

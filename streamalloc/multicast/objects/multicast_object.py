@@ -14,7 +14,15 @@ from typing import Any
 
 from typing_extensions import Self
 
-from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, refused, size_text, unsupported
+from streamalloc.core.errors import (
+    CudaError,
+    IncompleteTeamError,
+    NotSupportedError,
+    refused,
+    size_text,
+    undoing,
+    unsupported,
+)
 from streamalloc.core.internal import Device, Fd, Memory, check_device, session_for
 from streamalloc.core.properties import (
     MemHandleType,
@@ -407,17 +415,17 @@ class MulticastObject(GenericAllocation):
                 raise ValueError(f"offset={offset}: {taken} are bound already")
         node = BindingNode(self._node, source, ordinal, start)
         name, arguments = source.bind_call(raw, ordinal, start, device)
-        try:
+        with undoing(lambda: self._unbind(node, ())):
             # Listed before the call, so that the binding is undone even if a signal handler raises right after it.
             self._bound.append(node)
             node.link(self._team)
-            self._session.call(name, *arguments)
+            try:
+                self._session.call(name, *arguments)
+            except CudaError as refusal:
+                if refusal.call == name:  # A signal handler may raise the error of another call.
+                    node.was_refused()
+                raise
             node.confirmed = True
-        except BaseException as first:
-            if isinstance(first, CudaError) and first.call == name:
-                node.was_refused()
-            self._unbind(node, ())
-            raise
         return Binding(self, node)
 
     def map(self, *, access: Access = None) -> MulticastView:

@@ -11,6 +11,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, multicast, vmm
 from streamalloc.core.errors import size_text
+from streamalloc.simulator import DeadlockError
 from streamalloc.testing import multimem_ld_reduce, multimem_red
 from tests.multicast.support import PAGE, SHAREABLE, TEAM, Team, added
 from tests.support import Account, holds, names, read
@@ -304,6 +305,17 @@ class TestShared:
                 assert all(holds(buffer, rank + 3) for buffer in buffers)
         for one in objects:
             one.close()
+
+    def test_bind_for_a_device_that_nobody_adds(self) -> None:
+        """The simulator says that the driver would block. The undo, which the driver refuses, does not hide it."""
+        devices = sa.Device.all(sd.simulated(devices=2, patience=0.1))
+        made = multicast.MulticastObject(PAGE, 2, driver=devices[0].driver)
+        made.add_device(devices[0])
+        made.mark_complete()
+        with pytest.raises(DeadlockError):
+            made.bind(vmm.PhysicalMemory(devices[1], PAGE))
+        assert made.bindings == ()
+        made.close()
 
     def test_a_descriptor_as_a_number_stays_the_caller_s(self) -> None:
         driver = sd.simulated(devices=2)
