@@ -155,8 +155,8 @@ class Allocator(Unique, BufferSource):
         Raises
         ------
         OutOfMemoryError
-            The size is more than the pool's maximum or the memory of the device. Other errors are those of
-            :meth:`allocate`.
+            The size is more than the pool's maximum or the memory of the device, or ``stream`` is being captured. Other
+            errors are those of :meth:`allocate`.
         """
         # asyncio is imported here, because it would double the import time of the package. A program with a running
         # event loop has imported it already.
@@ -168,6 +168,9 @@ class Allocator(Unique, BufferSource):
                 return self.allocate(nbytes, stream)
             except OutOfMemoryError as error:
                 if error.requested is None or _exceeded(**vars(error)):
+                    raise
+                # No free makes room for memory of a graph, and a pause would leave the capture open.
+                if read_or_none(lambda: as_stream(stream, self._session).capturing) is not False:
                     raise
             await sleep(pause)
             pause = min(2 * pause, _LONGEST)

@@ -495,3 +495,14 @@ def test_a_task_waits_for_memory(device: sa.Device, stream: sa.Stream, cached: b
             asyncio.run(run(allocator))
         stream.synchronize()
         assert pool.statistics().used == 0
+
+
+@pytest.mark.simulated_only("the driver is made to refuse")
+def test_no_task_waits_in_a_capture(machine: Any) -> None:
+    driver = sd.faulty(machine, "cuMemAllocFromPoolAsync", times=1000)
+    device = sa.Device(0, driver=driver)
+    with sa.MemoryPool(device) as pool, device.create_stream() as stream:
+        with stream.capture() as graph, pytest.raises(sa.OutOfMemoryError):
+            asyncio.run(asyncio.wait_for(pool.allocate_async(64, stream), 5))
+        graph.close()
+    assert driver.failed == ["cuMemAllocFromPoolAsync"]
