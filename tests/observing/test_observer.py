@@ -24,7 +24,7 @@ from streamalloc.observing import LeakError
 from streamalloc.observing.observer import Account
 from tests.interleaving import interleaved
 from tests.processes import fork
-from tests.support import MiB, each_raises
+from tests.support import MiB, each_raises, read
 
 
 def line() -> int:
@@ -246,15 +246,36 @@ class TestMappedMemory:
                 space.close()
                 assert observer.live == second.live == () and observer.peak == 5 * page
 
-    def test_a_hook_that_refuses_pages(self, device: sa.Device) -> None:
+    @pytest.mark.parametrize("count", [0, 1], ids=["the first", "the second"])
+    def test_a_hook_that_refuses_pages(self, device: sa.Device, count: int) -> None:
+        page = 2 * MiB
+        left: list[int] = []
+
+        def refuse_later(_: object) -> None:
+            if not left:
+                raise PermissionError("no")
+            left.pop()
+
         with (
             vmm.PageArena(device) as arena,
             arena.space(16 * MiB) as space,
-            sa.observe(space, on_allocate=refuse) as observer,
+            vmm.HostTier(device) as tier,
         ):
-            with pytest.raises(PermissionError):
-                space.commit([1, 2])
-            assert space.committed.size == 0 and observer.live == ()
+            space.commit([3, 4])
+            space.alias([5, 6], space, [3, 4])
+            for place in (1, 2):
+                space.commit(place)
+                space[place * page : (place + 1) * page].fill(place)
+            space.swap_out([1, 2], tier)
+            with sa.observe(space, on_allocate=refuse_later) as observer:
+                before = observer.live, space.numbers.tolist()
+                for act in (space.swap_in, space.commit, space.make_private):
+                    left[:] = [0] * count
+                    with pytest.raises(PermissionError):
+                        act([0, 7] if act == space.commit else [1, 2, 5, 6])
+                    assert (observer.live, space.numbers.tolist()) == before
+            assert space.swap_in([1, 2]) == 2 and space.make_private([5, 6]) == 2
+            assert all((read(space[place * page : (place + 1) * page]) == place).all() for place in (1, 2))
 
     @pytest.mark.gpus(2)
     def test_symmetric(self, device: sa.Device, peer: sa.Device) -> None:

@@ -443,9 +443,27 @@ class SwapSpace(SpaceMemory):
                         with self._named(mine, indices):
                             stored.load(indices, self._addresses(mine), ordered, ordered.device == self.device)
             moved = places.locked(lambda: self._forget_stored(kept, parking))
-        drop_contents(moved)
-        self._physical.notify_watchers()
+        try:
+            with undoing(lambda: self._store_again(moved, ordered)):
+                self._physical.notify_watchers()
+        finally:
+            drop_contents(moved)
         return len(kept)
+
+    def _store_again(self, moved: dict[int, Kept], stream: Stream) -> None:
+        """After an error of a watcher, release the places of ``moved``, whose contents the tier still has, and remove
+        them from ``moved``. ``stream`` has the copies to their pages.
+        """
+        places = self._places
+
+        def store() -> None:
+            mine = [place for place in moved if places.numbers[place] >= 0]  # Another thread has released the others.
+            parking = Parking(places, Fence(self._session, [stream]))
+            places.stored.update((place, moved.pop(place)) for place in mine)
+            places.park(mine, parking)
+            parking.begin()
+
+        places.locked(store)
 
     def _give_back(self, left: Mapping[int, Page], parking: Parking) -> None:
         """After an error in a swap-in, release the physical pages in ``left``, which were not used, and the pages at
@@ -782,34 +800,40 @@ class PageSpace(SwapSpace):
         places, physical = self._places, self._physical
 
         old: dict[int, Page] = {}
-        unused: list[Page] = []
+        new: dict[int, Page] = {}
 
         def take() -> None:
             found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
             shared = {place: page for place, page in found.items() if page is not None and page.users > 1}
-            unused.extend(physical.take(len(shared)))
+            new.update(zip(shared, physical.take(len(shared)), strict=True))
             physical.add_users(shared.values())
             old.update(shared)
 
-        def exchange() -> int:
+        def still(pages: Mapping[int, Page]) -> list[int]:
             # Another thread may have released a page meanwhile.
-            still = [place for place, page in old.items() if places.numbers[place] == page.number]
-            new = dict(zip(old, unused, strict=True))
-            mine = {place: new.pop(place) for place in still}
-            unused[:] = new.values()
+            return [place for place, page in pages.items() if places.numbers[place] == page.number]
+
+        def exchange() -> dict[int, Page]:
+            mine = {place: new.pop(place) for place in still(old)}
             places.exchange(mine)
-            return len(still)
+            return mine
+
+        def put_back() -> None:
+            before = {place: old[place] for place in still(mine)}
+            physical.add_users(before.values())
+            places.exchange(before)
 
         try:
             self._change((), after, take)
             if old:
-                self._copy([*old.values()], unused, ordered)
-            count = places.locked(exchange)
+                self._copy([*old.values()], [*new.values()], ordered)
+            mine = places.locked(exchange)
+            with undoing(lambda: places.locked(put_back)):
+                physical.notify_watchers()
         finally:
-            physical.drop(unused)
+            physical.drop(new.values())
             physical.drop(old.values())
-        physical.notify_watchers()
-        return count
+        return len(mine)
 
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
         """Copy the physical pages ``sources`` to ``targets`` on ``stream``, at temporary addresses, which no other
