@@ -242,7 +242,11 @@ class TestMappedMemory:
                 space.swap_in([9, 10])
                 with pytest.raises(sa.OutOfMemoryError, match="limit, 14 MiB,"):
                     space.commit(range(8))
-                assert space.committed.tolist() == [1, 2, 5, 9, 10, 11] and second.nbytes == 3 * page
+                space.alias([12, 13], space, [9, 10])
+                second.limit = 4 * page
+                with pytest.raises(sa.OutOfMemoryError, match="limit, 8 MiB,"):
+                    space.make_private([12, 13])
+                assert space.committed.tolist() == [1, 2, 5, *range(9, 14)] and second.nbytes == 3 * page
                 space.close()
                 assert observer.live == second.live == () and observer.peak == 5 * page
 

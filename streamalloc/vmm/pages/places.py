@@ -171,8 +171,7 @@ class Places(MappedBytes):
 
         Call this only within :meth:`locked`, with places that are not committed.
         """
-        for watcher in self.physical.allocations.watchers if places else ():
-            watcher.to_be_mapped(self._address(places[0]), len(places) * self.physical.nbytes)
+        self.announce(places)
         ready, _ = self.split(places)
         if len(ready) == len(places):
             return ready, {}
@@ -180,6 +179,11 @@ class Places(MappedBytes):
         rest = [place for place in places if place not in held]
         pages = {page for page in (self.backing[place] for place in ready) if page is not None}
         return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
+
+    def announce(self, places: Collection[int]) -> None:
+        """Notify watchers that ``places`` are to get pages of their own. Their errors propagate."""
+        for watcher in self.physical.allocations.watchers if places else ():
+            watcher.to_be_mapped(self._address(next(iter(places))), len(places) * self.physical.nbytes)
 
     def split(self, places: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return two lists of those ``places`` that hold a page. The places are looked at in order. A place is in the

@@ -805,6 +805,7 @@ class PageSpace(SwapSpace):
         def take() -> None:
             found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
             shared = {place: page for place, page in found.items() if page is not None and page.users > 1}
+            places.announce(shared)
             new.update(zip(shared, physical.take(len(shared)), strict=True))
             physical.add_users(shared.values())
             old.update(shared)
