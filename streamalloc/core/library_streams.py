@@ -10,6 +10,7 @@ frees its objects without clearing weak references, and the interpreter crashes 
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Hashable
 from operator import attrgetter
 from types import GetSetDescriptorType
@@ -120,7 +121,7 @@ class _Named:
             return True
 
 
-def closable(stream: Any, number: int) -> Any | None:
+def close_reporter(stream: Any, number: int) -> Any | None:
     """Return an object whose attribute ``is_closed`` says whether a library's stream with handle ``number`` is closed;
     None if users of the library cannot close the stream.
 
@@ -147,32 +148,39 @@ def device_of_library_stream(stream: object) -> int | None:
     return None
 
 
-def only_names(stream: Any, number: int) -> bool:
-    """Whether a library's object is known to refer to the stream with handle ``number`` without owning it. Other code
-    may then destroy the stream.
-
-    Such objects are instances of a class ``ExternalStream`` (CuPy, PyTorch), the bindings' ``CUstream``, Numba's
-    external streams, and PyTorch's objects whose ``stream_id`` is the handle. A stream of cuda.core that was made by
-    ``Stream.from_handle`` owns nothing either, but does not say so: the result is False.
+class Ownership(enum.Enum):
+    """Who destroys the driver's stream that a library's object names. A call with the handle of a destroyed stream
+    crashes the process.
     """
-    return (
+
+    OBJECT = enum.auto()
+    """Only the object, which then reports the stream as closed."""
+    UNKNOWN = enum.auto()
+    """Perhaps other code: the object may be a wrapper. It is trusted to keep the stream alive while it lives."""
+    OTHERS = enum.auto()
+    """Other code, at any time: the object only names the stream."""
+
+
+_OWNERS = ("cuda", "cupy", "numba", "torch")
+"""Libraries whose stream objects destroy their streams, unless they are known to only name them."""
+
+
+def ownership(stream: Any, number: int) -> Ownership:
+    """Return who destroys the stream with handle ``number``, which ``stream``, a library's object, names.
+
+    These objects only name a stream: the bindings' ``CUstream``, instances of a class ``ExternalStream`` (CuPy,
+    PyTorch), Numba's external streams, and PyTorch's objects whose ``stream_id`` is the handle. A stream of cuda.core
+    that was made by ``Stream.from_handle`` only names one too, but does not say so: the result is ``OBJECT``.
+    """
+    if (
         isinstance(stream, cuda.CUstream)
         or type(stream).__name__ == "ExternalStream"
         or bool(getattr(stream, "external", False))  # Numba marks a stream that it did not make.
         or getattr(stream, "stream_id", None) == number
-    )
-
-
-_OWNERS = ("cuda", "cupy", "numba", "torch")
-
-
-def closes_itself(stream: Any) -> bool:
-    """Whether only the library's object itself destroys the stream that it owns, and then reports the stream as closed.
-
-    True for classes of cuda.core, CuPy, Numba and PyTorch. An object of another class may be a wrapper around a stream
-    that other code destroys. A call with the handle of a destroyed stream crashes the process.
-    """
-    return any(base.__module__.partition(".")[0] in _OWNERS for base in type(stream).__mro__)
+    ):
+        return Ownership.OTHERS
+    known = any(base.__module__.partition(".")[0] in _OWNERS for base in type(stream).__mro__)
+    return Ownership.OBJECT if known else Ownership.UNKNOWN
 
 
 # -- the table -------------------------------------------------------------------------------------------------

@@ -76,13 +76,13 @@ from streamalloc.core.event import (
 from streamalloc.core.library_streams import (
     CuPyStreamLike,
     NumbaStreamLike,
+    Ownership,
     SupportsCudaStream,
     TorchStreamLike,
-    closable,
-    closes_itself,
+    close_reporter,
     device_of_library_stream,
     handle_of_library_stream,
-    only_names,
+    ownership,
 )
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session, members, sessions
@@ -858,25 +858,25 @@ class LibraryStream(Stream):
     idle (:func:`ordered_after`).
     """
 
-    __slots__ = ("_alive", "_asks", "drained", "owned", "owner")
+    __slots__ = ("_alive", "asked", "drained", "owned", "owner")
 
     owner: Any
     """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` keeps it alive."""
     owned: bool
-    """Whether only the library's own stream object destroys the driver's stream, and then reports the stream as closed.
-    False for objects that are known to only name a stream (:func:`only_names`).
+    """Whether only ``owner`` destroys the driver's stream, and then reports the stream as closed
+    (``Ownership.OBJECT``).
     """
+    asked: Any
+    """Object whose ``is_closed`` is asked before each call; None if users of the library cannot close the stream."""
     drained: bool
     """Whether the device was found idle at some time after the close of the stream, which then has no work left."""
-    _asks: bool
-    """Whether users of the library can close the stream, so that ``owner.is_closed`` is asked before each call."""
     _alive: weakref.ref[Stream]
 
     @classmethod
-    def _borrow(cls, device: Device, handle: int, owner: object, *, asks: bool = False) -> Self:
+    def _borrow(cls, device: Device, handle: int, owner: object, *, owned: bool = False, asked: Any = None) -> Self:
         stream = cls.__new__(cls)
-        stream.owner, stream._asks = owner, asks
-        stream.owned = stream.drained = False
+        stream.owner, stream.owned, stream.asked = owner, owned, asked
+        stream.drained = False
         stream._alive = weakref.ref(stream, _gone)
         stream._prepare(device, cuda.CUstream(handle), capturable=True)
         stream._open()
@@ -884,12 +884,12 @@ class LibraryStream(Stream):
 
     def _allow_direct(self) -> None:
         super()._allow_direct()
-        if self._asks:
+        if self.asked is not None:
             self.direct = None
 
     def ready(self) -> Any | None:
-        # The attribute `direct` is None, too, if the owner has to be asked.
-        return self._raw if self.usable and not (self._asks and self.owner.is_closed) else None
+        # The attribute `direct` is None, too, if an object has to be asked.
+        return self._raw if self.usable and not (self.asked is not None and self.asked.is_closed) else None
 
     def _ready_to_drop(self) -> Any | None:
         # If the library's object is in the same garbage cycle, it may have been finalised before, and may have
@@ -906,7 +906,7 @@ class LibraryStream(Stream):
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called, or the stream's library closed it."""
-        if not self._closed and self._asks and self.owner.is_closed:
+        if not self._closed and self.asked is not None and self.asked.is_closed:
             self._end_use()
         return self._closed
 
@@ -997,10 +997,11 @@ def _resolve(stream: Any, session: Session) -> Stream:
     else:
         # cuStreamGetDevice would be one call, but on a captured stream it invalidates the capture.
         ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
-        asked = closable(stream, number)
-        found = LibraryStream._borrow(Device._of(ordinal, session), number, asked or stream, asks=asked is not None)
-        keeps = not only_names(stream, number)
-        found.owned = keeps and closes_itself(stream)
+        device, who = Device._of(ordinal, session), ownership(stream, number)
+        found = LibraryStream._borrow(
+            device, number, stream, owned=who is Ownership.OBJECT, asked=close_reporter(stream, number)
+        )
+        keeps = who is not Ownership.OTHERS
     if not isinstance(stream, cuda.CUstream):
         found._notify_lent(found._raw, used=True)
     # With a listener nothing is kept: the listener must be notified of each use of a library's stream.
