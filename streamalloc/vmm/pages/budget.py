@@ -43,6 +43,7 @@ _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
 _TABLE_LOCK = 0  # Byte whose lock protects all records. Byte 1 + n is locked while member n exists.
 _LOOK, _AFTER_ERROR = 0.01, 1.0  # Seconds until the next reading of requests, normally and after an error.
 _AGAIN, _STEP = 0.05, 0.002  # Seconds between two requests, and two readings, during a wait for bytes.
+_NO_LIMIT = "a new budget needs a limit"
 
 
 class Member(NamedTuple):
@@ -117,7 +118,13 @@ class PageBudget(Closes):
         self._end_of_thread: threading.Event | None = None
         """Event that ends the thread which reads requests; None before the first arena uses the budget."""
         most = None if limit is None else checked_size("limit", limit)
-        self._file = Fd(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        create = 0 if most is None else os.O_CREAT
+        try:
+            self._file = Fd(os.open(self.path, os.O_RDWR | create | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        except FileNotFoundError:
+            if create:
+                raise
+            raise ValueError(f"path={str(self.path)!r}: {_NO_LIMIT}") from None
         with undoing(self._file.close):
             self._in_table(lambda: self._join(most))
         _here.add(self)
@@ -132,7 +139,7 @@ class PageBudget(Closes):
             os.pwrite(number, _HEADER.pack(_MAGIC, wanted), 0)
         head = os.pread(number, _HEADER.size, 0)
         if found.st_size not in (0, _BYTES) or len(head) != _HEADER.size or not head.startswith(_MAGIC):
-            why = "a new budget needs a limit" if not found.st_size else "the file is no budget"
+            why = _NO_LIMIT if not found.st_size else "the file is no budget"
             raise ValueError(f"path={str(self.path)!r}: {why}")
         limit: int = _HEADER.unpack(head)[1]
         if wanted not in (None, limit):

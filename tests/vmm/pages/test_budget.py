@@ -116,6 +116,10 @@ class TestOne:
     def test_what_is_refused(self, device: sa.Device, path: Path) -> None:
         with pytest.raises(ValueError, match="a new budget needs a limit"):
             vmm.PageBudget(path)
+        assert not path.exists()
+        path.touch()
+        with pytest.raises(ValueError, match="a new budget needs a limit"):
+            vmm.PageBudget(path)
         with vmm.PageBudget(path, PAGE) as budget:
             assert vmm.PageBudget(path).limit == PAGE
             with pytest.raises(ValueError, match="has 2 MiB"):
