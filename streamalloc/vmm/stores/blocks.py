@@ -613,13 +613,15 @@ class BlockTier(Tier, Closes):
         Raises
         ------
         TypeError, ValueError
-            ``count`` is not an integer, or ``nbytes`` is 0 or not a size.
+            ``count`` is negative or not an integer, or ``nbytes`` is 0 or not a size.
         OutOfMemoryError, OSError
             The tier's limit leaves no room, there is not enough host memory, or a file cannot be written.
         ClosedError, CudaError
             The tier was closed, or the driver refused a call.
         """
         count, nbytes = checked_type("count", count, int), checked_size("nbytes", nbytes)
+        if count < 0:
+            raise ValueError(f"count={count}: must be at least 0")
         if not nbytes:
             raise ValueError("nbytes=0: a block has at least one byte")
         with self._lock:
