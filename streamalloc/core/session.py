@@ -155,7 +155,7 @@ class Session(_Direct):
         driver = as_asked(driver)
         with _sessions_lock:
             session = _sessions.get(id(driver))
-            if session is None:
+            if session is None or not hasattr(session, "_state"):  # The collector is clearing it: see :func:`sessions`.
                 session = _sessions[id(driver)] = Session(driver)
                 if isinstance(driver, ModuleType):
                     _kept.append(session)

@@ -1,6 +1,7 @@
 """Locks, each by an interleaving that goes wrong without it."""
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -133,6 +134,24 @@ class TestSessions:
         for driver in interleaved(Session.of, sd.simulated, find, find):
             assert found[0] is found[1] is Session.of(driver)
             found.clear()
+
+    def test_a_driver_gets_another_while_the_collector_clears_one(self) -> None:
+        """The collector may let another thread run where it drops an object of the session's cycle."""
+
+        class Dropped:
+            def __init__(self, session: Session) -> None:
+                self.session = session
+
+            def __del__(self) -> None:
+                seen.append(weakref.ref(self, lambda _: found.append(Session.of(driver))))
+
+        seen, found = list[Any](), list[Session]()
+        driver: Any = sd.simulated()
+        session: Any = Session.of(driver)
+        session._state[Dropped] = Dropped(session)
+        del session
+        gc.collect()
+        assert len(found) == 1 and found[0] is Session.of(driver) and sa.Device(0, driver=driver).name
 
     def test_they_are_listed_while_one_is_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
         first, second = sd.simulated(), sd.simulated()
