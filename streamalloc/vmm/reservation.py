@@ -93,7 +93,7 @@ class MappedBytes(Node):
             handle.first[self] = None
         handle.state.mappings[self] = None
 
-    def begin(self) -> None:
+    def create_and_map(self) -> None:
         """Map the memory, without permissions (``cuMemMap``). If neither an object nor the mapping has a handle yet,
         create the memory first (``cuMemCreate``). Raises ClosedError, CudaError, and the errors of watchers.
         """
@@ -105,13 +105,13 @@ class MappedBytes(Node):
                 if self._raw is None:
                     self.spec.obtain(self, self.nbytes)
                 raw = self._raw
-            self.map(raw)
+            self._map_handle(raw)
         except CudaError as error:
             if error.call in ("cuMemCreate", "cuMemMap"):
                 self.unmapped()
             raise
 
-    def map(self, raw: Any) -> None:
+    def _map_handle(self, raw: Any) -> None:
         """Map the memory with the handle ``raw`` (``cuMemMap``), and notify the watchers. Raises CudaError, and the
         errors of watchers.
         """
@@ -137,7 +137,7 @@ class MappedBytes(Node):
             self.reservation.add(self)
             self.gone = False
             try:
-                self.map(self._raw)
+                self._map_handle(self._raw)
             except BaseException:
                 self.gone = self.reservation.stale = True
                 raise
@@ -258,7 +258,7 @@ class Reservation(HandleNode):
             for entry in entries:
                 made.append(entry)
                 self.add(entry)
-                entry.begin()
+                entry.create_and_map()
             self.grant(made, rights)
         return made
 
