@@ -111,8 +111,9 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level: int = 0) -> T:
-    """Claim ``things``, call ``act`` with the :class:`Claim`, end the claims, and return the result of ``act``.
+def claiming(things: Collection[Claimable], act: Callable[[], T], *, level: int = 0) -> T:
+    """Claim ``things``, call ``act``, end the claims, and return the result of ``act``. ``act`` can claim more objects
+    by :func:`claim_also`.
 
     ``level`` is 0 for groups and buffers, 1 for arenas. A call with level 1 does not wait for claims of groups and
     buffers. A call that is made during another call on the same thread has at least the level of the other call.
@@ -127,12 +128,20 @@ def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level:
     try:
         _thread.claim = claim
         claim.take(things)
-        return act(claim)
+        return act()
     finally:
         # Only the last line calls a function, so no signal handler can raise before the claims are ended.
         _thread.claim = outer
         claim.ended = True
         claim._end.release()
+
+
+def claim_also(things: Collection[Claimable], *, wait: bool = True) -> bool:
+    """Claim ``things`` for the innermost :func:`claiming` call of this thread, until that call ends. Arguments, result
+    and errors as for :meth:`Claim.take`.
+    """
+    claim: Claim = _thread.claim
+    return claim.take(things, wait=wait)
 
 
 def claimed(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
@@ -142,6 +151,6 @@ def claimed(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[S
 
     @functools.wraps(method)
     def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return claiming((self,), lambda _: method(self, *args, **kwargs))
+        return claiming((self,), functools.partial(method, self, *args, **kwargs))
 
     return call

@@ -1,8 +1,8 @@
 """Groups of buffers whose physical memory is released and restored together.
 
-A sleep begins in :meth:`SleepGroup.sleep`. ``Votes.run`` lets all ranks take part, and ``_alone`` claims the group, so
-that no other call changes it. ``_put_to_sleep`` then does these steps by ``run_steps``. If a step fails, the steps
-before it are undone, the last step first:
+A sleep begins in :meth:`SleepGroup.sleep`. ``Votes`` lets all ranks take part, and ``claimed`` lets no other call
+change the group. ``_put_to_sleep`` then does these steps by ``run_steps``. If a step fails, the steps before it are
+undone, the last step first:
 
 1. *Hooks* of :meth:`SleepGroup.before_sleep`. Undo: their undo hooks.
 2. *Claim and wait.* The buffers are claimed, and the host waits for their users. There is nothing to undo.
@@ -43,7 +43,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -56,7 +56,7 @@ from streamalloc.formats.html import Row, Shown, mib, table
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import known_pools
 from streamalloc.vmm.access import After, copying_stream, listed, wait_for_users
-from streamalloc.vmm.claims import Claim, Claimable, claimed, claiming
+from streamalloc.vmm.claims import Claimable, claim_also, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.ownership import allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
@@ -84,7 +84,6 @@ from streamalloc.vmm.virtual_buffer import (
     run_steps,
 )
 
-T = TypeVar("T")
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""
 Reserve: TypeAlias = "Callable[[str, Sequence[VirtualBuffer]], Iterable[Saved | None]]"
@@ -268,12 +267,13 @@ class Votes:
         """
         self._vote("")
 
-    def run(self, act: Callable[[], T]) -> T:
-        """Call ``act``, which must call :meth:`agree` before its last step, and return its result. If ``act`` raises
-        before it calls :meth:`agree`, vote against the call, so that no other rank waits for this rank's vote.
+    @contextlib.contextmanager
+    def refusing_errors(self) -> Iterator[None]:
+        """Return a context manager. If its ``with`` block raises before :meth:`agree`, it votes against the call, so
+        that no other rank waits for this rank's vote.
         """
         try:
-            return act()
+            yield
         except BaseException as first:
             if not self._voted:
                 try:
@@ -378,7 +378,7 @@ class _Members(Closes, Claimable):
             ``buffer`` is no virtual buffer.
         """
 
-        def act(_: Claim) -> None:
+        def act() -> None:
             if buffer.evicted and buffer in self._members:
                 raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
             if buffer in self._members:
@@ -465,21 +465,14 @@ class _Members(Closes, Claimable):
             yield
         count()
 
-    def _alone(self, act: Callable[[Claim], T], *buffers: VirtualBuffer) -> T:
-        """Call ``act(claim)`` under claims of the group and of ``buffers``, so that no other call changes them. Returns
-        the result of ``act``. Raises ClosedError, InUseError, TypeError, and ValueError for a buffer that is not in the
-        group.
+    def _claim_member(self, buffer: VirtualBuffer) -> None:
+        """Claim a buffer of the group, in a call that has claimed the group. Raises ClosedError, InUseError, TypeError,
+        and ValueError for a buffer that is not in the group.
         """
-
-        def open_only(claim: Claim) -> T:
-            for one in (self, *buffers):
-                one._check_open()
-            for buffer in buffers:
-                if buffer not in self._members:
-                    raise ValueError(f"{buffer!r} is not in the group {self!r}")
-            return act(claim)
-
-        return claiming((self, *(checked_type("buffer", one, VirtualBuffer) for one in buffers)), open_only)
+        claim_also((checked_type("buffer", buffer, VirtualBuffer),))
+        buffer._check_open()
+        if buffer not in self._members:
+            raise ValueError(f"{buffer!r} is not in the group {self!r}")
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.device.default_stream if stream is None else stream, self.device)
@@ -558,6 +551,7 @@ class _Backups(_Members):
             nbytes = sum(blocks_of(one.nbytes) for one in self.buffers if not (one.evicted or one.frozen)) * HUGE
         return tier.prepare(nbytes, background=background, most_cores=most_cores)
 
+    @claimed
     def freeze(self, *tags: str, stream: StreamLike | None = None, after: After = None) -> None:
         """Back up all buffers, or the buffers with these tags, and make them read-only until :meth:`thaw`.
 
@@ -596,37 +590,35 @@ class _Backups(_Members):
         KeyError, TypeError, ClosedError, CaptureError, CudaError
             As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
+        self._check_open()
+        chosen, ordered = self._chosen(tags), self._copying_stream(stream)
+        claim_also(chosen)
+        going = {buffer: tag for buffer, tag in chosen.items() if buffer.nbytes and not buffer.frozen}
+        saved = {one: self._backup_of(one) for one in going if one.evicted}
+        awake = {buffer: tag for buffer, tag in going.items() if not buffer.evicted}
+        new: dict[VirtualBuffer, Saved] = {}
+        waits = listed(after)
 
-        def act(claim: Claim) -> None:
-            chosen, ordered = self._chosen(tags), self._copying_stream(stream)
-            claim.take(chosen)
-            going = {buffer: tag for buffer, tag in chosen.items() if buffer.nbytes and not buffer.frozen}
-            saved = {one: self._backup_of(one) for one in going if one.evicted}
-            awake = {buffer: tag for buffer, tag in going.items() if not buffer.evicted}
-            new: dict[VirtualBuffer, Saved] = {}
-            waits = listed(after)
+        def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
+            return tier_of(self.backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
 
-            def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
-                return tier_of(self.backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
+        def copy() -> None:
+            queue_copies(new, ordered)
+            ordered.synchronize()
 
-            def copy() -> None:
-                queue_copies(new, ordered)
-                ordered.synchronize()
+        def steps() -> Steps:
+            for buffer in awake:
+                node, before = buffer.range._node, buffer.rights
+                rights = functools.partial(node.set_rights, list(node.table()), read_only(before), waits)
+                yield rights, functools.partial(protect, buffer, before)
+            yield functools.partial(_reserve_all, awake, reserve, new), functools.partial(drop_all, new)
+            yield copy, do_nothing
 
-            def steps() -> Steps:
-                for buffer in awake:
-                    node, before = buffer.range._node, buffer.rights
-                    rights = functools.partial(node.set_rights, list(node.table()), read_only(before), waits)
-                    yield rights, functools.partial(protect, buffer, before)
-                yield functools.partial(_reserve_all, awake, reserve, new), functools.partial(drop_all, new)
-                yield copy, do_nothing
+        run_steps(steps())
+        for buffer, one in (saved | new).items():
+            buffer._frozen = one
 
-            run_steps(steps())
-            for buffer, one in (saved | new).items():
-                buffer._frozen = one
-
-        self._alone(act)
-
+    @claimed
     def thaw(self, *tags: str) -> None:
         """Make frozen buffers writable again, and drop the backups of buffers that are awake. Buffers that are not
         frozen are skipped.
@@ -647,14 +639,12 @@ class _Backups(_Members):
         CudaError
             The driver refused a call. After any of these errors every buffer is unchanged.
         """
+        self._check_open()
+        chosen = self._chosen(tags)
+        claim_also(chosen)
+        _thaw(chosen)
 
-        def act(claim: Claim) -> None:
-            chosen = self._chosen(tags)
-            claim.take(chosen)
-            _thaw(chosen)
-
-        self._alone(act)
-
+    @claimed
     def read(self, buffer: VirtualBuffer, target: Any, offset: int = 0) -> None:
         """Copy stored bytes of a sleeping buffer to a host array; the buffer stays asleep. Blocks the host.
 
@@ -680,8 +670,11 @@ class _Backups(_Members):
         InUseError
             A signal handler or a hook called this method during another call.
         """
-        self._alone(lambda _: self._backup_of(buffer).read(*_checked_bytes(buffer, target, offset)), buffer)
+        self._check_open()
+        self._claim_member(buffer)
+        self._backup_of(buffer).read(*_checked_bytes(buffer, target, offset))
 
+    @claimed
     def write(self, buffer: VirtualBuffer, source: Any, offset: int = 0) -> None:
         """Replace stored bytes of a sleeping buffer by the bytes of a host array; the buffer stays asleep. Blocks the
         host.
@@ -713,20 +706,18 @@ class _Backups(_Members):
         ClosedError
             The group, the buffer, or :attr:`backup` for bytes that were not kept, was closed.
         """
-
-        def act(_: Claim) -> None:
-            start, array = _checked_bytes(buffer, source, offset)
-            buffer._check_thawed()
-            eviction = buffer.eviction
-            if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
-                self._backup_of(buffer).write(start, array)
-                return
-            (saved,) = tier_of(self.backup).hold([buffer.nbytes], self._copying_stream(None))
-            with undoing(saved.drop):
-                saved.write(0, array)
-            _replace(buffer, saved)
-
-        self._alone(act, buffer)
+        self._check_open()
+        self._claim_member(buffer)
+        start, array = _checked_bytes(buffer, source, offset)
+        buffer._check_thawed()
+        eviction = buffer.eviction
+        if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
+            self._backup_of(buffer).write(start, array)
+            return
+        (saved,) = tier_of(self.backup).hold([buffer.nbytes], self._copying_stream(None))
+        with undoing(saved.drop):
+            saved.write(0, array)
+        _replace(buffer, saved)
 
     def _backup_of(self, buffer: VirtualBuffer) -> Saved:
         if buffer.eviction is None:
@@ -865,31 +856,40 @@ class SleepGroup(_Backups):
             every buffer is unchanged. If the driver also refuses the undo, some buffers are asleep but still have their
             memory: :meth:`wake` them.
         """
-
         votes = Votes(ranks, "sleep", timeout)
+        with votes.refusing_errors():
+            return self._sleep(tags, keep, backup, stream, after, shared, votes)
 
-        def act(claim: Claim) -> int:
-            chosen, ordered = self._chosen(tags), self._copying_stream(stream)
-            if isinstance(keep, bool):
-                kept_tags = set(chosen.values()) if keep else set()
-            else:
-                kept_tags = set(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else {keep}
-                self._check_tags(kept_tags, self.buffers)
+    @claimed
+    def _sleep(
+        self,
+        tags: Sequence[str],
+        keep: bool | Iterable[str],
+        backup: MemoryPool | HostTier | DiskTier | Callable[[VirtualBuffer, str], Backup] | None,
+        stream: StreamLike | None,
+        after: After,
+        shared: bool,
+        votes: Votes,
+    ) -> int:
+        self._check_open()
+        chosen, ordered = self._chosen(tags), self._copying_stream(stream)
+        if isinstance(keep, bool):
+            kept_tags = set(chosen.values()) if keep else set()
+        else:
+            kept_tags = set(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else {keep}
+            self._check_tags(kept_tags, self.buffers)
 
-            def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
-                if tag not in kept_tags:
-                    return ()
-                if callable(backup):
-                    return (buffer._backup(backup(buffer, tag), ordered) for buffer in buffers)
-                return tier_of(backup or self.backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
+        def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
+            if tag not in kept_tags:
+                return ()
+            if callable(backup):
+                return (buffer._backup(backup(buffer, tag), ordered) for buffer in buffers)
+            return tier_of(backup or self.backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
 
-            return self._put_to_sleep(claim, chosen, reserve, ordered, after, shared=shared, agree=votes.agree)
-
-        return votes.run(lambda: self._alone(act))
+        return self._put_to_sleep(chosen, reserve, ordered, after, shared=shared, agree=votes.agree)
 
     def _put_to_sleep(
         self,
-        claim: Claim,
         chosen: Mapping[VirtualBuffer, str],
         reserve: Reserve,
         ordered: Stream,
@@ -913,7 +913,7 @@ class SleepGroup(_Backups):
         def steps() -> Steps:
             yield _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
             # The buffers are claimed only here, because hooks may use, close and evict them.
-            claim.take(chosen)
+            claim_also(chosen)
             # Another thread may have removed or evicted a buffer. An evicted buffer takes part only with `resumed`.
             left = self.buffers
             going = {one: tag for one, tag in chosen.items() if one in left and (resumed or not one.evicted)}
@@ -935,6 +935,7 @@ class SleepGroup(_Backups):
                 _replace(buffer, one)
         return sum(entry.nbytes for several in entries.values() for entry in several)
 
+    @claimed
     def resume(
         self, *tags: str, backup: DiskTier | None = None, stream: StreamLike | None = None, after: After = None
     ) -> int:
@@ -971,19 +972,16 @@ class SleepGroup(_Backups):
         KeyError, ClosedError, CaptureError, CudaError
             As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
+        self._check_open()
+        tier = backup or self._backup
+        if not isinstance(tier, DiskTier):
+            raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
+        ordered = self._copying_stream(stream)
 
-        def act(claim: Claim) -> int:
-            tier = backup or self._backup
-            if not isinstance(tier, DiskTier):
-                raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
-            ordered = self._copying_stream(stream)
+        def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
+            return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
 
-            def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
-                return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
-
-            return self._put_to_sleep(claim, self._chosen(tags), reserve, ordered, after, resumed=True)
-
-        return self._alone(act)
+        return self._put_to_sleep(self._chosen(tags), reserve, ordered, after, resumed=True)
 
     def wake(
         self, *tags: str, stream: StreamLike | None = None, ranks: Ranks | None = None, timeout: float | None = None
@@ -1027,28 +1025,29 @@ class SleepGroup(_Backups):
             The driver refused a call. After any of these errors, and after an error of a hook or of the communicator,
             all buffers are still asleep, with their bytes.
         """
-
         votes = Votes(ranks, "wake", timeout)
+        with votes.refusing_errors():
+            return self._wake(tags, stream, votes)
 
-        def act(claim: Claim) -> int:
-            chosen = self._chosen(tags)
-            claim.take(chosen)
-            found = {buffer: buffer.eviction for buffer in chosen}
-            evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
-            ordered = self._copying_stream(stream)
+    @claimed
+    def _wake(self, tags: Sequence[str], stream: StreamLike | None, votes: Votes) -> int:
+        self._check_open()
+        chosen = self._chosen(tags)
+        claim_also(chosen)
+        found = {buffer: buffer.eviction for buffer in chosen}
+        evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
+        ordered = self._copying_stream(stream)
 
-            def steps() -> Steps:
-                yield from restore_steps(evictions, ordered)
-                yield _hook_step(self._after_wake, list(evictions))
-                # Until the vote every rank can undo its steps, so the vote is the last step before the backups are
-                # dropped.
-                yield votes.agree, do_nothing
+        def steps() -> Steps:
+            yield from restore_steps(evictions, ordered)
+            yield _hook_step(self._after_wake, list(evictions))
+            # Until the vote every rank can undo its steps, so the vote is the last step before the backups are
+            # dropped.
+            yield votes.agree, do_nothing
 
-            run_steps(steps())
-            drop_woken(evictions)
-            return sum(eviction.nbytes for eviction in evictions.values())
-
-        return votes.run(lambda: self._alone(act))
+        run_steps(steps())
+        drop_woken(evictions)
+        return sum(eviction.nbytes for eviction in evictions.values())
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Have ``hook(buffers)`` called in each :meth:`sleep` and :meth:`resume`, before memory is released.

@@ -30,7 +30,7 @@ class Thing(Claimable):
         self._claim = None
 
     def use(self, act: Callable[[], object] = lambda: None) -> None:
-        claiming((self,), lambda _: act())
+        claiming((self,), act)
 
 
 class World:
@@ -181,19 +181,19 @@ def test_a_call_of_a_lower_level_inside_waits_for_none_of_the_higher() -> None:
     one, group, other = Thing(), Thing(), Thing()
     held, end = threading.Event(), threading.Event()
 
-    def hold(_: object) -> None:
+    def hold() -> None:
         held.set()
         end.wait(WAIT)
 
-    def use_other(_: object) -> None:
+    def use_other() -> None:
         with pytest.raises(sa.InUseError, match="call of a hook"):
-            claiming((other,), lambda _: None, level=1)
+            claiming((other,), lambda: None, level=1)
 
     thread = threading.Thread(target=lambda: claiming((other,), hold, level=1), daemon=True)
     thread.start()
     held.wait(WAIT)
     waits = threading.Thread(
-        target=lambda: claiming((one,), lambda _: claiming((group,), use_other), level=1), daemon=True
+        target=lambda: claiming((one,), lambda: claiming((group,), use_other), level=1), daemon=True
     )
     waits.start()
     waits.join(1)

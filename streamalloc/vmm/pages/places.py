@@ -66,7 +66,7 @@ from streamalloc.driver.internal import RLock
 from streamalloc.formats.sizes import counted
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
-from streamalloc.vmm.claims import Claim, Claimable, claiming
+from streamalloc.vmm.claims import Claimable, claim_also, claiming
 from streamalloc.vmm.ownership import Allocations, allocations_of
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
@@ -681,7 +681,7 @@ class PhysicalPages(Claimable):
         waited: set[Parking] = set()
         until = math.inf
 
-        def attempt(_: Claim) -> T:
+        def attempt() -> T:
             try:
                 return act()
             except OutOfMemoryError as error:
@@ -718,14 +718,14 @@ class PhysicalPages(Claimable):
             self.allocations.work()
             # The parkings are finished here, too, because the deferred queue attempts nothing during a capture.
             with contextlib.suppress(CudaError):
-                claiming((self,), lambda _: [one.finish() for one in done], level=1)
+                claiming((self,), lambda: [one.finish() for one in done], level=1)
         return done
 
     def try_changing(self, act: Callable[[], T], otherwise: T) -> T:
         """Call ``act`` as :meth:`changing` does, and return its result. If another call is changing mappings, return
         ``otherwise`` at once. For deferred items, which must not wait.
         """
-        return claiming((), lambda claim: act() if claim.take((self,), wait=False) else otherwise, level=1)
+        return claiming((), lambda: act() if claim_also((self,), wait=False) else otherwise, level=1)
 
     def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
         """Return ``count`` pages with one user each: first spare pages, then kept pages, which are unmapped first, then
