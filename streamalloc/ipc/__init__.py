@@ -20,15 +20,15 @@ In the process that opens the buffer:
 
 5. *Open.* ``importer.open.receive`` receives the bytes and the file descriptors. ``_open`` checks the descriptor and
    maps the control block. ``_open_pointer`` imports the pool (``cuMemPoolImportFromShareableHandle``).
-6. *Opened.* ``importer.imports.Import.begin`` counts up the word ``opened``, and only then compares the generation:
+6. *Opened.* ``importer.imports.LeaseUse.begin`` counts up the word ``opened``, and only then compares the generation:
    if the memory was freed before, it raises ``StaleDescriptorError``.
-7. *Import.* The same function imports the allocation (``cuMemPoolImportPointer``).
+7. *Import.* ``importer.imports.Import.begin`` imports the allocation (``cuMemPoolImportPointer``).
 8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``). Then
    the hold ends: ``_open`` sets the mark of the hold to 0, or ``open`` closes the pipe of the hold.
-9. *Close.* ``importer.imported.ImportedBuffer.close`` ends one use. The end of the last use calls ``Import.end``, which
-   frees the import in stream order (``cuMemFreeAsync``).
-10. *Closed.* After that free the stream writes the word ``closed``; if the stream is idle, the host writes it. Then the
-    host writes ``closing``.
+9. *Close.* ``importer.imported.ImportedBuffer.close`` ends one use, by ``ImportUse.end`` and ``Import.end_use``. The
+   end of the last use frees the import in stream order (``cuMemFreeAsync``).
+10. *Closed.* ``LeaseUse.end`` has the stream write the word ``closed`` after that free; if the stream is idle, the host
+    writes it. Then the host writes ``closing``.
 
 In the owner again:
 
@@ -49,7 +49,7 @@ Object            Stands for                        Belongs to                  
 ``PoolHandle``    the driver's handle of that pool  ``Imports``                  once unused, and closed by its owner
 ``Import``        one import of an allocation       ``Imports``                  with its last use
 ``ImportUse``     one use of an ``Import``          an ``ImportedBuffer``        at its close, or after its drop
-``HostUse``       one use of a lease by a range     an ``ImportedRange``         at its close, drop or next open
+``LeaseUse``      one use of a lease                an ``Import`` or a range     with the import, or the range
 ``Announcement``  a value of ``ready``              the opened memory            once ``ready`` has the value
 ================  ================================  ===========================  ====================================
 

@@ -14,6 +14,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.session import session_of
+from streamalloc.driver.internal import cuda
 from streamalloc.ipc.exporter.exports import Exports, Hold, Lease, exports_of
 from streamalloc.ipc.importer import imported, imports
 from streamalloc.ipc.importer.imports import Imports, imports_of
@@ -25,7 +26,7 @@ from streamalloc.ipc.wire.control_block import ControlBlock
 from streamalloc.vmm.growable import RemappableBuffer
 from tests.interleaving import interleaved
 from tests.ipc.support import PAGE, again, shared_pool
-from tests.support import names
+from tests.support import Replaced, executed, names
 
 pytestmark = pytest.mark.simulated_only("threads of Python are the same on any driver")
 
@@ -198,7 +199,7 @@ class TestImporter:
         [
             (Imports.pool, "cuMemPoolImportFromShareableHandle"),
             (imported.ImportedBuffer.__init__, "cuMemPoolImportPointer"),
-            (imports.ImportUse.acquire, "cuMemPoolImportPointer"),
+            (imports.ImportUse.begin, "cuMemPoolImportPointer"),
         ],
     )
     def test_two_open_one(self, owner: Owner, importer: Imports, function: Callable[..., object], call: str) -> None:
@@ -222,6 +223,34 @@ class TestImporter:
             it.shared.cancel()
         stream.close()
 
+    def test_one_is_refused_while_another_is_opened(self, owner: Owner) -> None:
+        """The free waits for the one, and not for the other."""
+        simulated: Any = sd.simulated()
+        refused: list[bool] = []
+
+        def import_pointer(*arguments: Any) -> Any:
+            if refused:
+                refused.pop()
+                return cuda.CUresult.CUDA_ERROR_UNKNOWN, None
+            return simulated.cuMemPoolImportPointer(*arguments)
+
+        driver: Any = Replaced(simulated, cuMemPoolImportPointer=import_pointer)
+        stream = sa.Device(0, driver=driver).create_stream()
+
+        def make() -> tuple[sa.Buffer, ipc.Shared]:
+            refused[:] = [True]
+            buffer = owner.pool.allocate(64, owner.stream)
+            return buffer, ipc.share(buffer)
+
+        def open_it(it: tuple[sa.Buffer, ipc.Shared]) -> None:
+            with contextlib.suppress(sa.CudaError):
+                ipc.open(bytes(it[1]), again(it[1].fds), stream=stream, driver=driver).close()
+
+        for buffer, _ in interleaved(imported.ImportedBuffer.__init__, make, open_it, open_it):
+            assert executed(stream)
+            buffer.free(still_imported="raise")
+        stream.close()
+
     def test_two_objects_of_one_import_are_closed(self, owner: Owner, importer: Imports) -> None:
         """The last one ends the import."""
         driver: Any = importer.session.driver
@@ -232,53 +261,38 @@ class TestImporter:
             shared = ipc.share(buffer)
             return [ipc.open(bytes(shared), again(shared.fds), stream=stream, driver=driver) for _ in range(2)]
 
-        for _ in interleaved(imports.ImportUse.release, make, lambda it: it[0].close(), lambda it: it[1].close()):
+        for _ in interleaved(imports.ImportUse.end, make, lambda it: it[0].close(), lambda it: it[1].close()):
             assert importer.allocations == {}
         stream.close()
 
 
-class OwnWords(SimpleNamespace):
-    """An importer's words of a slot, in a control block of its own."""
+class TestLeases:
+    """Used in two threads: no count is lost."""
 
-    def __init__(self) -> None:
-        super().__init__(users=set(), slot_words=SimpleNamespace(generation=SimpleNamespace(value=0)))
-        self.opened, self.closing, self.closed = (SimpleNamespace(value=0) for _ in range(3))
+    def make(self) -> tuple[Any, imports.LeaseUse]:
+        words: Any = SimpleNamespace(slot_words=SimpleNamespace(generation=SimpleNamespace(value=0)))
+        words.opened = SimpleNamespace(value=0)
+        self.block: Any = SimpleNamespace(importer_words=lambda slot, importer: words, importer=0)
+        self.imports: Any = SimpleNamespace(lock=threading.RLock())
+        return words, self.open()
 
-    def open(self) -> imports.HostUse:
-        words: Any = self
-        return imports.HostUse(self.imports, words, 0)
+    def open(self) -> imports.LeaseUse:
+        use = imports.LeaseUse(self.imports, self.block, 0, 0)
+        use.begin()
+        return use
 
-
-class TestRanges:
-    """Opened and closed in two threads: the last close counts, and no other."""
-
-    def make(self) -> tuple[OwnWords, imports.HostUse]:
-        words = OwnWords()
-        words.imports = SimpleNamespace(lock=threading.RLock(), start_thread=lambda: None)
-        return words, words.open()
-
-    @staticmethod
-    def open_and_close(it: tuple[OwnWords, imports.HostUse]) -> None:
-        it[0].open().end()
+    def open_and_close(self, _: object) -> None:
+        self.open().take_back()
 
     def test_one_is_closed(self) -> None:
-        for words, _ in interleaved(imports.HostUse.end, self.make, lambda it: it[1].end(), self.open_and_close):
-            assert words.opened.value == words.closing.value == words.closed.value == 2
+        for words, _ in interleaved(
+            imports.LeaseUse.take_back, self.make, lambda it: it[1].take_back(), self.open_and_close
+        ):
+            assert words.opened.value == 0
 
     def test_one_is_opened(self) -> None:
-        opened: list[imports.HostUse] = []
-
-        def make() -> tuple[OwnWords, imports.HostUse]:
-            words, lease = self.make()
-            lease.end()
-            return words, lease
-
-        for words, _ in interleaved(
-            imports.HostUse.__init__, make, lambda it: opened.append(it[0].open()), self.open_and_close
-        ):
-            assert words.opened.value != words.closed.value
-            opened.pop().end()
-            assert words.opened.value == words.closing.value == words.closed.value
+        for words, _ in interleaved(imports.LeaseUse.begin, self.make, lambda it: self.open(), self.open_and_close):
+            assert words.opened.value == 2
 
 
 class Settling(Deliveries):

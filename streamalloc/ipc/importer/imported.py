@@ -36,7 +36,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.formats.html import Row
-from streamalloc.ipc.importer.imports import HostUse, Import, ImportUse, PoolHandle, imports_of
+from streamalloc.ipc.importer.imports import Import, ImportUse, LeaseUse, PoolHandle, imports_of
 from streamalloc.ipc.wire.control_block import ControlBlock, SlotWords, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechanism
 from streamalloc.pool.internal import location_of_pool
@@ -327,21 +327,20 @@ class ImportedBuffer(ForeignMemory, Closes):
     stream.
     """
 
-    __slots__ = ("__weakref__", "_announced", "_contents", "_nbytes", "_new", "_offset", "_use")
+    __slots__ = ("__weakref__", "_announced", "_contents", "_nbytes", "_offset", "_use")
 
     def __init__(self, new: Import, described: Descriptor, stream: Stream, announced: Announcement | None) -> None:
         """Open the allocation of ``described`` by the import ``new``, or use the import that this process already has
         of the allocation. ``stream`` waits for the contents that ``announced`` announces. Raises StaleDescriptorError,
         ValueError, CudaError; then nothing stays open.
         """
-        self._new = new
-        self._use = ImportUse(stream)
+        self._use = ImportUse(new, stream)
         self._offset = described.offset
         self._nbytes = described.size
         self._announced: Announcement | None = announced
         self._contents: tuple[Announcement, ...] = ()
         try:
-            self._use.acquire(new)
+            self._use.begin()
             self._nbytes = described.size or self._checked_import().nbytes
             if announced is not None:
                 announced.notify_listener(self, stream)
@@ -350,7 +349,7 @@ class ImportedBuffer(ForeignMemory, Closes):
             # Undo the open after any error, also one that a signal handler raised. Otherwise the owner's free would
             # wait forever.
             try:
-                self._use.release(stream, used=False)
+                self._use.end(stream, used=False)
             except CudaError as later:
                 attach(first, later)
             raise
@@ -378,8 +377,7 @@ class ImportedBuffer(ForeignMemory, Closes):
     @property
     def location(self) -> MemLocation:
         """Device of the memory, as a location. Raises ClosedError if the buffer was closed."""
-        self._checked_import()
-        return self._new.device.location
+        return self._checked_import().device.location
 
     @property
     def owner(self) -> object:
@@ -391,8 +389,7 @@ class ImportedBuffer(ForeignMemory, Closes):
         """Whether :attr:`stream` belongs to the device that owns the memory. Raises ClosedError if the buffer was
         closed.
         """
-        self._checked_import()
-        return self.stream.device == self._new.device
+        return self.stream.device == self._checked_import().device
 
     @property
     def closed(self) -> bool:
@@ -422,13 +419,13 @@ class ImportedBuffer(ForeignMemory, Closes):
             in_order_of(self._use.stream if stream is None else as_stream(stream, self._session), self._close_on)
 
     def _close_on(self, ordered: Stream) -> None:
-        use, imports = self._use, self._new.imports
+        use, imports = self._use, self._use.imported.imports
         if ordered.unlent is None:
             ordered.checked_raw()
             ordered.refuse_capture("cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
         if self._contents:
             self._await_on(ordered)
-        use.release(ordered)
+        use.end(ordered)
         if imports.deferred.has_work():
             imports.deferred.work()
 
@@ -438,25 +435,24 @@ class ImportedBuffer(ForeignMemory, Closes):
         yield "owner", f"another process, {alive}{', and the contents never came' if self.lost else ''}"
 
     def _checked_import(self) -> Import:
-        imported = self._use.imported
-        if self._use.over or imported is None:
+        if self._use.over:
             raise ClosedError(f"this imported buffer of {size_text(self._nbytes)} was closed")
-        return imported
+        return self._use.imported
 
     def check_usable(self) -> None:
         self._checked_import()
 
     @property
     def _session(self) -> Session:
-        return self._new.imports.session
+        return self._use.imported.imports.session
 
     def __del__(self) -> None:
         use = getattr(self, "_use", None)
-        if use is not None and use.imported is not None and not use.over and self._session.usable:
+        if use is not None and not use.over and self._session.usable:
             listener = self._session.listener
             if listener is not None and use.imported.count == 1:
                 listener.deferred(int(use.imported.address))
-            self._new.imports.drop(use)
+            use.imported.imports.drop(use)
 
     def _text(self) -> str:
         where = "closed" if self._use.over else f"at {self._at:#x}, {self.location}"
@@ -542,7 +538,7 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
         self._announced: Announcement | None = None
         self._contents: tuple[Announcement, ...] = ()
-        self._use: HostUse | None = None
+        self._lease: LeaseUse | None = None
         """Use of the lease of the last open that had a lease; None if no open had one."""
         super().__init__(device, capacity, rights, stream, offset)
 
@@ -555,17 +551,17 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
         work of the devices with access. Idempotent. Raises the errors of :meth:`VirtualBuffer.close`.
         """
         super().close(after)
-        self._replace_use(None)
+        self._replace_lease(None)
 
-    def _replace_use(self, use: HostUse | None) -> None:
-        ended, self._use = self._use, use
+    def _replace_lease(self, lease: LeaseUse | None) -> None:
+        ended, self._lease = self._lease, lease
         if ended is not None:
-            ended.end()
+            ended.take_back()
 
     def __del__(self) -> None:
-        use = getattr(self, "_use", None)
-        if use is not None and self._session.usable:
-            use.imports.drop(use)
+        lease = getattr(self, "_lease", None)
+        if lease is not None and self._session.usable:
+            lease.imports.drop(lease)
 
     def evict(self, *_: Any, **__: Any) -> None:
         """Raise ValueError for any arguments, because only the owning process can evict the memory."""

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
-from streamalloc.core.errors import StaleDescriptorError, error_from, is_gone, size_text, undoing, warn
+from streamalloc.core.errors import StaleDescriptorError, error_from, is_gone, size_text, warn
 from streamalloc.core.internal import (
     Deferred,
     DeferredQueue,
@@ -47,7 +47,6 @@ _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _BAD_HANDLE = "the descriptor that came along is no handle of this kind of memory, or of another machine"
 _BAD_POINTER = "the owner's process has freed it, has ended, or is this one; or it is of another pool"
-_STALE = "this memory was freed by its owner before it was opened here"
 
 
 class DriverVersionWarning(UserWarning):
@@ -113,56 +112,81 @@ class ReceivedHandles:
             fd.close()
 
 
-def _refuse_freed(words: ImporterWords, generation: int) -> None:
-    """Raise StaleDescriptorError if the slot has another generation than the descriptor: the memory was freed. The open
-    must have been counted before.
+class LeaseUse(Deferred):
+    """One use of a lease (:class:`~streamalloc.ipc.exporter.exports.Lease`) by this process, which the exporter's free
+    waits for: by an import, or by a range. The word ``opened`` counts it.
 
-    The exporter acts in the opposite order: it makes descriptors stale, then looks for opens (``Lease.end``). So at
-    least one of the two processes finds what the other has written. If both looked first, the memory could be freed
-    while it is opened.
-    """
-    fence()
-    if words.slot_words.generation.value != generation:
-        raise StaleDescriptorError(_STALE)
-
-
-class HostUse(Deferred):
-    """One use of a lease whose close the host counts. It is for ranges, which are not released in stream order. Raises
-    StaleDescriptorError if the memory was freed before.
-
-    As an item of the queue of deferred releases, this object counts the close once the work that is queued at its first
-    attempt is done.
+    As an item of the queue of deferred releases, this object takes the use of a dropped range back, once the work that
+    is queued at its first attempt is done.
     """
 
-    def __init__(self, imports: Imports, words: ImporterWords, generation: int) -> None:
-        imports.start_thread()
-        self.imports = imports
+    def __init__(self, imports: Imports, block: ControlBlock, slot: int, generation: int) -> None:
+        """Prepare a use that :meth:`begin` counts. Raises ValueError if ``block`` has no such slot."""
+        self.imports: Imports = imports
+        self.words: ImporterWords = block.importer_words(slot, block.importer)
+        self.generation: int = generation
+        """Generation of the slot in the descriptor. The slot has another one once the memory was freed."""
+        self.counted: bool = False
+        """Whether ``opened`` counts this use."""
+        self._block = block
         self._work: Fence | None = None
-        self._words: ImporterWords | None = words
-        # No lock is needed: once this use is in ``users``, no other use can count the close of the words.
-        words.users.add(self)
-        words.opened.value = (words.opened.value + 1) % WORD
-        with undoing(self.end):
-            _refuse_freed(words, generation)
 
-    def end(self) -> None:
-        """Count the close of the use. All work on the memory must have ended before. Idempotent."""
-        words, self._words = self._words, None
-        if words is not None:
-            with self.imports.lock:
-                # The count is read before this use leaves ``users``. An open after that has a higher count, which must
-                # not be written as closed here.
-                number = words.opened.value
-                words.users.discard(self)
-                if not words.users:
-                    words.closing.value = number
-                    words.closed.value = number
+    def begin(self) -> None:
+        """Count the use. Raises StaleDescriptorError if the memory was freed before; then nothing is counted.
+
+        The exporter acts in the opposite order: it makes descriptors stale, then looks for opens (``Lease.end``). So at
+        least one of the two processes finds what the other has written. If both looked first, the memory could be freed
+        while it is opened.
+        """
+        words = self.words
+        with self.imports.lock:
+            before = words.opened.value
+            try:
+                words.opened.value = (before + 1) % WORD
+                fence()
+                self.refuse_freed()
+                self.counted = True
+            except BaseException:
+                words.opened.value, self.counted = before, False
+                raise
+
+    def refuse_freed(self) -> None:
+        """Raise StaleDescriptorError if the memory was freed."""
+        if self.words.slot_words.generation.value != self.generation:
+            raise StaleDescriptorError("this memory was freed by its owner before it was opened here")
+
+    def take_back(self) -> None:
+        """End a use that no stream's work follows: the word ``opened`` counts it no more. Idempotent.
+
+        ``closed`` is not written, because streams may still write it for earlier uses.
+        """
+        with self.imports.lock:
+            if self.counted:
+                self.counted = False
+                self.words.opened.value = (self.words.opened.value - 1) % WORD
+
+    def end(self, stream: Stream, handle: Any) -> None:
+        """End the use after the work of ``stream``, whose ``CUstream`` is ``handle``: the stream writes ``closed``
+        (``cuStreamWriteValue32``), then the host writes ``closing``. Idempotent. Raises CudaError; the call can then be
+        repeated. The caller holds :attr:`Imports.lock`.
+        """
+        words = self.words
+        if self.counted:
+            closed, closing = words.closed.value, words.closing.value
+            if closed != closing and not reached(closed, closing):
+                # Another stream will still write the end of an earlier use. This stream waits for that write, because
+                # the word may only rise.
+                self._block.wait(stream, words.closed, closing)
+            number = words.opened.value
+            self._block.write_by(stream, handle, words.closed, number)
+            words.closing.value = number
+            self.counted = False
 
     def attempt(self) -> bool:
         self._work = self._work or Fence(self.imports.session)
         if not self._work.done():
             return False
-        self.end()
+        self.take_back()
         return True
 
 
@@ -222,16 +246,14 @@ class PoolHandle(Deferred):
 class Import:
     """One import of an allocation of another process, with one or more uses (:class:`ImportUse`) in this process.
 
-    The import of a pool's allocation ends in stream order (``cuMemFreeAsync``). For an allocation of ``cuMemAlloc`` the
-    host first waits for the stream, then closes the handle (``cuIpcCloseMemHandle``). Call the methods only while
-    :attr:`Imports.lock` is held.
+    Call the methods only while :attr:`Imports.lock` is held.
     """
 
     def __init__(
         self, imports: Imports, pool: PoolHandle | None, device: Device, block: ControlBlock | None, new: Descriptor
     ) -> None:
         """Prepare an import that :meth:`begin` makes. ``new``: the descriptor of the memory; ``block``: its control
-        block.
+        block. Raises ValueError if the block has no such slot.
         """
         if imports.thread is None:
             imports.start_thread()
@@ -240,20 +262,12 @@ class Import:
         """The allocation's pool; None for an allocation of ``cuMemAlloc``."""
         self.device: Device = device
         """Device of the memory."""
+        self.lease: LeaseUse | None = None
+        """Use of the allocation's lease; None if it has no lease."""
+        if block is not None and new.flags & Flags.LEASED:
+            self.lease = LeaseUse(imports, block, new.slot, new.generation)
         self.block: ControlBlock | None = block
         """Control block of the exporter; None if the descriptor names none."""
-        self.words: Any = None if block is None else block.importer_words(new.slot, block.importer)
-        """Words of the slot that this importer writes (:class:`ImporterWords`); None without a control block."""
-        self.leased: bool = bool(new.flags & Flags.LEASED)
-        """Whether the slot is a lease of the allocation, which counts opens and closes."""
-        self.counted: bool = False
-        """Whether the lease counts this import as open."""
-        self.number: int = 0
-        """Value that ``opened`` had after it counted this import. The close writes it to ``closed`` and ``closing``."""
-        self.generation: int = new.generation
-        """Generation of the exporter's slot in the descriptor. The slot has another generation once the memory was
-        freed.
-        """
         self.data: bytes = new.payload
         """The driver's export data: 64 bytes of ``cuMemPoolExportPointer`` or ``cuIpcGetMemHandle``."""
         self.key: tuple[bytes, int] = new.payload, -1 if pool is not None else device.ordinal
@@ -269,7 +283,7 @@ class Import:
         self.count: int = 1
         """Number of uses that have not ended."""
         self.passed: tuple[Event, ...] = ()
-        """Events recorded after the work of uses that have ended. The stream of the last release waits for these
+        """Events recorded after the work of uses that have ended. The stream of the last use's end waits for these
         events.
         """
 
@@ -285,13 +299,9 @@ class Import:
         elif found != nbytes:
             raise ValueError(f"the descriptor says {size_text(nbytes)}, and the driver has {size_text(int(found))}")
 
-    def known(self) -> Import | None:
-        """Return the import that this process already has of the same allocation; None if there is none."""
-        found = self.imports.allocations.get(self.key)
-        return None if found is None or found._raw is None else found
-
     def begin(self) -> None:
-        """Count the open in the lease, and import the allocation (``cuMemPoolImportPointer``, ``cuIpcOpenMemHandle``).
+        """Count the use of the lease, and import the allocation (``cuMemPoolImportPointer``, ``cuIpcOpenMemHandle``).
+        After an error, call :meth:`end_use`.
 
         Raises
         ------
@@ -303,59 +313,64 @@ class Import:
             The driver refused the import.
         """
         self.imports.allocations[self.key] = self
-        if self.leased:
-            self._count_open()
+        if self.lease is not None:
+            self.lease.begin()
         session = self.imports.session
-        if self.from_pool is None:
-            with self.device.current():
-                handle = opaque_struct("CUipcMemHandle", self.data)
-                self._raw = session.call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
-        else:
-            data = opaque_struct("CUmemPoolPtrExportData", self.data)
-            result, self._raw = session.cuMemPoolImportPointer(self.from_pool._raw, data)
-            if result:
-                self._raw = None
-                raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
+        try:
+            if self.from_pool is None:
+                with self.device.current():
+                    handle = opaque_struct("CUipcMemHandle", self.data)
+                    self._raw = session.call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
+            else:
+                data = opaque_struct("CUmemPoolPtrExportData", self.data)
+                result, raw = session.cuMemPoolImportPointer(self.from_pool._raw, data)
+                if result:
+                    raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
+                self._raw = raw
+        except BaseException:
+            if self.lease is not None:
+                self.lease.take_back()
+            raise
         self.address = int(self._raw)
         self._check_size(self.nbytes)
 
     def join(self, other: Import) -> None:
-        """Add a use to this import, for a further descriptor of the same memory. ``other`` was made for that
-        descriptor, and its :meth:`begin` is not called. Raises the errors of :meth:`begin`; ValueError also if the
-        memory is open under another lease.
+        """Use this import for a further descriptor of the same memory; the caller has counted the use. ``other`` was
+        made for that descriptor, and its :meth:`begin` is not called. Raises the errors of :meth:`begin`; ValueError
+        also if the memory is open under another lease. After an error, call :meth:`end_use`.
         """
-        self.count += 1
-        if other.leased and not self.counted:
-            self.block, self.words, self.generation = other.block, other.words, other.generation
-            self._count_open()
-        elif other.leased and (self.words is not other.words or self.generation != other.generation):
-            if other.words.slot_words.generation.value != other.generation:
-                raise StaleDescriptorError(_STALE)
-            raise ValueError("this memory is open here under another lease: close that first")
+        lease = other.lease
+        if lease is not None:
+            if self.lease is None:
+                lease.begin()
+                self.block, self.lease = other.block, lease
+            elif (self.lease.words, self.lease.generation) != (lease.words, lease.generation):
+                lease.refuse_freed()
+                raise ValueError("this memory is open here under another lease: close that first")
         self._check_size(other.nbytes)
 
-    def _count_open(self) -> None:
-        words = self.words
-        self.number = number = (words.opened.value + 1) % WORD
-        self.counted = True
-        words.opened.value = number
-        try:
-            _refuse_freed(words, self.generation)
-        except StaleDescriptorError:
-            if self._raw is not None:
-                # The memory was imported before, without a lease, and this import stays. The refused open has not used
-                # the memory, so the host can take its count back.
-                words.opened.value, self.counted = (number - 1) % WORD, False
-            raise
+    def end_use(self, stream: Stream, *, used: bool) -> None:
+        """End one use, after the work of ``stream`` if the use has ``used`` the memory. The end of the last use ends
+        the import. Raises CudaError; the use then stays.
+        """
+        if self.count > 1:
+            if used:
+                self.passed += (stream.record(),)
+            self.count -= 1
+            return
+        for event in self.passed:
+            stream.wait(event)
+        handle = stream.unlent
+        if handle is not None:
+            self._end(stream, handle)
+        else:
+            with self.imports.session.relaxed(), stream.device.current():
+                self._end(stream, stream.checked_raw())
 
-    def end(self, stream: Stream, handle: Any) -> None:
-        """Free the import after the work of ``stream`` (``cuMemFreeAsync``). If the memory is of ``cuMemAlloc``, free
-        it at once (``cuIpcCloseMemHandle``): the caller has waited for the stream. Raises CudaError; the import then
-        stays, unless the memory no longer exists.
-
-        Then ``closed`` is written in stream order (``cuStreamWriteValue32``), and ``closing`` at once; both count the
-        close. Neither is written if the lease does not count this import, or if a later import of the slot is open. If
-        the import was refused, its count in ``opened`` is taken back. ``handle``: the stream's ``CUstream``.
+    def _end(self, stream: Stream, handle: Any) -> None:
+        """Free the memory after the work of ``stream`` (``cuMemFreeAsync``), whose ``CUstream`` is ``handle``, or at
+        once (``cuIpcCloseMemHandle``). Then end the use of the lease. Raises CudaError; the memory then stays, unless
+        it no longer exists.
         """
         if self._raw is not None and self.from_pool is None:
             with self.device.current():
@@ -369,58 +384,43 @@ class Import:
                 raise error
         if self.imports.allocations.get(self.key) is self:
             del self.imports.allocations[self.key]
-        self.count = 0
-        words = self.words
-        # Without a lease nothing is counted. If the word ``opened`` is higher, a later import of the same slot is open,
-        # and the end of that import writes the words.
-        if not self.counted or words.opened.value != self.number:
-            return
-        block: Any = self.block
-        before = (self.number - 1) % WORD
-        if not self.address:
-            # The import was refused, so its open is not counted. ``closed`` must not be written instead: streams may
-            # still write it for earlier imports.
-            words.opened.value = before
-            return
-        closed = words.closed.value
-        if closed != before and not reached(closed, before):
-            # Another stream will still write the end of an earlier import. This stream waits for that write, because
-            # the word may only rise.
-            block.wait(stream, words.closed, before)
-        block.write_by(stream, handle, words.closed, self.number)
-        words.closing.value = self.number
+        if self.lease is not None:
+            self.lease.end(stream, handle)
 
 
 class ImportUse(Deferred):
-    """The use of an import by one object. The release of the last use ends the import.
+    """The use of an import by one :class:`ImportedBuffer`, from its open to its close.
 
-    As an item of the queue of deferred releases, this object releases the use of an object that was dropped, after the
-    work of the object's stream.
+    As an item of the queue of deferred releases, this object ends the use of a buffer that was dropped, after the work
+    of the buffer's stream.
     """
 
     __slots__ = ("imported", "over", "stream")
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, new: Import, stream: Stream) -> None:
         self.stream: Stream = stream
-        self.imported: Import | None = None
-        self.over: bool = False
+        self.imported: Import = new
+        self.over: bool = True
+        """Whether the use has ended, or has not begun."""
 
-    def acquire(self, new: Import) -> None:
-        """Begin the import ``new``, or add a use to the import that this process already has of the same allocation.
-        Raises the errors of :meth:`Import.begin` and :meth:`Import.join`. After an error, call :meth:`release`.
+    def begin(self) -> None:
+        """Begin the import, or add a use to the import that this process already has of the same allocation. Raises the
+        errors of :meth:`Import.begin` and :meth:`Import.join`. After an error, call :meth:`end`.
         """
-        with new.imports.lock:
-            known = new.known()
-            # The attribute is set before the import begins, so that :meth:`release` after an error finds the import.
-            self.imported = new if known is None else known
-            if known is None:
+        new, imports = self.imported, self.imported.imports
+        with imports.lock:
+            known = imports.allocations.get(new.key)
+            if known is None or known._raw is None:
+                self.over = False
                 new.begin()
             else:
+                known.count += 1
+                self.imported, self.over = known, False
                 known.join(new)
 
-    def release(self, stream: Stream, *, used: bool = True) -> None:
-        """End the use after the work of ``stream``. The end of the last use ends the import (:meth:`Import.end`).
-        Idempotent. For memory of ``cuMemAlloc`` the host waits for the stream.
+    def end(self, stream: Stream, *, used: bool = True) -> None:
+        """End the use after the work of ``stream`` (:meth:`Import.end_use`). Idempotent. For memory of ``cuMemAlloc``
+        the host waits for the stream.
 
         ``used``: whether ``stream`` may have used the memory. If False, as after a failed open, the end of a later use
         does not wait for ``stream``.
@@ -435,50 +435,28 @@ class ImportUse(Deferred):
             This process is a forked child.
         """
         imported = self.imported
-        if imported is None:
-            return
         session = imported.imports.session
         if session.forked:
             session.check_process()
         if imported.from_pool is None and not self.over:
-            # The host waits for the stream before it takes the lock. Otherwise imports on other threads would wait,
-            # too.
+            # The host waits before it takes the lock. Otherwise imports on other threads would wait, too.
             stream.synchronize()
         with imported.imports.lock:
-            if self.over:
-                return  # Another thread has ended the import meanwhile.
-            if imported.count > 1:
-                # The last use ends after this event, so it also ends after the work of this use.
-                imported.passed += (stream.record(),) if used else ()
-                imported.count -= 1
+            if not self.over:
+                imported.end_use(stream, used=used)
                 self.over = True
-                return
-            _end_after_all(imported, stream)
-            self.over = True
 
     def attempt(self) -> bool:
         imported = self.imported
-        # The release waits for the stream, so it is made once the stream is idle.
-        if imported is not None and imported.from_pool is None:
-            imported.imports.deferred.submit(OnceIdle(imported.imports.session, self._close))
+        if imported.from_pool is None:
+            # The end waits for the stream, so it is made once the stream is idle.
+            imported.imports.deferred.submit(OnceIdle(imported.imports.session, self._end))
         else:
-            self._close()
+            self._end()
         return True
 
-    def _close(self) -> None:
-        ordered_after(self.stream, self.release)
-
-
-def _end_after_all(imported: Import, stream: Stream) -> None:
-    """End an import after the work of ``stream`` and of the uses that ended before. Raises CudaError."""
-    for event in imported.passed:
-        stream.wait(event)
-    handle = stream.unlent
-    if handle is not None:
-        imported.end(stream, handle)
-    else:
-        with imported.imports.session.relaxed(), stream.device.current():
-            imported.end(stream, stream.checked_raw())
+    def _end(self) -> None:
+        ordered_after(self.stream, self.end)
 
 
 class Imports:

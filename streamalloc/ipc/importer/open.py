@@ -22,7 +22,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.importer.imported import Announcement, ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
-from streamalloc.ipc.importer.imports import HostUse, Import, Imports, PoolHandle, ReceivedHandles, imports_of
+from streamalloc.ipc.importer.imports import Import, Imports, LeaseUse, PoolHandle, ReceivedHandles, imports_of
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Flags, Mechanism
@@ -294,11 +294,12 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
     imports, described, device = request.imports, request.described, request.device
     streams = [request.ordered()]
     with contextlib.ExitStack() as undo:
-        use: HostUse | None = None
-        if described.flags & Flags.LEASED and (block := request.block) is not None:
-            words = block.importer_words(described.slot, block.importer)
-            use = HostUse(imports, words, described.generation)
-            undo.enter_context(undoing(use.end))
+        lease: LeaseUse | None = None
+        if described.flags & Flags.LEASED and request.block is not None:
+            imports.start_thread()
+            lease = LeaseUse(imports, request.block, described.slot, described.generation)
+            undo.enter_context(undoing(lease.take_back))
+            lease.begin()
         opened = imports.ranges.get(described.origin) if growable else None
         if opened is None or opened.closed:
             capacity = described.base_size if growable else total
@@ -316,8 +317,8 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
             for ordered in streams:
                 announced.notify_listener(opened, ordered)
                 announced.precede(ordered)
-    if use is not None:
-        opened._replace_use(use)
+    if lease is not None:
+        opened._replace_lease(lease)
     if growable:
         imports.ranges[described.origin] = opened
     if announced is not None:

@@ -20,9 +20,10 @@ Word            Written by                                         Read by
                 dead exporter's stream, before that: the number    ``ready - lost`` announce no contents
                 of such values
 ``opened``      the importer's host: counted up at the open;       the exporter's host, after it has counted up
-                ended at once if the open is refused               ``generation``
+                counted down after a refused open, and at the      ``generation``
+                close of a range, which no stream's work follows
 ``closed``      the importer's stream, after its work: the value   the exporter's host: if it is ``opened``, no work is
-                that ``opened`` had at the open                    left; its stream, which waits for it before a free
+                of ``opened`` at the close                         left; its stream, which waits for it before a free
 ``closing``     the importer's host, once the write of ``closed``  the exporter's host: if it is ``opened``, a stream
                 is queued: the same value                          can wait for ``closed``
 ``hold``        the exporter's host: the mark of a descriptor in   the exporter's host: if the value has changed, the
@@ -38,7 +39,7 @@ not begin::
     importer                                       exporter
     opened += 1; fence                             generation += 1; fence
     generation is that of the descriptor: import   opened == closed in all columns: free
-      else: refuse, end the open                   else opened == closing in all columns: the stream waits for
+      else: refuse, opened -= 1                    else opened == closing in all columns: the stream waits for
     the stream waits for ready                       closed, then the free follows
     ...                                            else: generation -= 1, or the free is deferred: the next point
     close: the stream writes closed; closing         of work begins again
@@ -156,7 +157,7 @@ class SlotWords:
 class ImporterWords:
     """Words of one slot that one importer writes. Raises ValueError if there is no such slot."""
 
-    __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words", "users")
+    __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words")
 
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
         self.importer: int = importer
@@ -166,8 +167,6 @@ class ImporterWords:
         self.closed: Word = block.word("closed", slot, importer)
         self.awaited: int = self.closed.value
         """The highest value of ``closed`` that streams of this process (the exporter) wait for."""
-        self.users: set[object] = set()
-        """Uses of the slot's memory by this importer whose closes the host counts."""
 
 
 class ExporterMark:
