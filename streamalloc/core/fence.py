@@ -399,14 +399,11 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     if isinstance(stream, LibraryStream):
         if not stream.drained:
             raise _unknown_end(stream, "cuMemFreeAsync")
-
-        def act_and_wait(substitute: Stream) -> T:
+        with stream.device.create_stream() as substitute:
             result = act(substitute)
             # Only after the host has synchronised does the pool give memory that `act` has freed to any stream.
             substitute.call("cuStreamSynchronize")
             return result
-
-        return _on_new_stream(stream.device, act_and_wait)
     return ordered_after_end(stream.device, stream.last, act)
 
 
@@ -424,8 +421,16 @@ def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool
 
     The stream is non-blocking by default. If a blocking stream waited for work, the legacy stream would wait for this
     work, too, and all other blocking streams would wait for the legacy stream.
+
+    A stream needs memory of the device. If the device has none left, ``act`` gets the legacy stream in spite of these
+    waits: without it, no dropped object would release its memory. CaptureError is then raised as by
+    :func:`ordered_after`.
     """
-    with device.create_stream(blocking=blocking) as substitute:
+    try:
+        substitute = device.create_stream(blocking=blocking)
+    except OutOfMemoryError:
+        return ordered_after(legacy_stream(device), act)
+    with substitute:
         return act(substitute)
 
 

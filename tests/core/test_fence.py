@@ -10,13 +10,14 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc import vmm
 from streamalloc.core.fence import Fence
 from streamalloc.core.internal import Deferred, deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.testing import Faults, Gate, settle
 from tests.processes import eventually
-from tests.support import each_raises, executed, in_threads, names, pending
+from tests.support import MiB, each_raises, executed, in_threads, names, pending
 
 ENDS: dict[str, Callable[[sa.Stream], Any]] = {
     "a stream": lambda stream: [stream],
@@ -183,6 +184,37 @@ def test_a_refused_record_is_made_later(device: sa.Device, stream: sa.Stream, st
         fence.precede(later)
         fence.synchronize()
         assert fence.done()
+
+
+def _legacy_work(device: sa.Device, gate: Gate) -> object:
+    """Memory whose end waits for the legacy stream."""
+    memory = vmm.GrowableBuffer(device, capacity=32 * MiB, nbytes=2 * MiB)
+    gate.hold(device.default_stream)
+    return memory
+
+
+def _closed_stream(device: sa.Device, gate: Gate) -> object:
+    """Memory of a stream that is closed before its work is done."""
+    pool = sa.MemoryPool(device)
+    with device.create_stream() as stream:
+        memory = pool.allocate(64, stream)
+        gate.hold(stream)
+    return memory
+
+
+@pytest.mark.parametrize("memory_of", [_legacy_work, _closed_stream])
+def test_without_memory_for_a_stream_dropped_memory_ends(
+    device: sa.Device, gate: Gate, streamalloc_faults: Faults, memory_of: Callable[[sa.Device, Gate], object]
+) -> None:
+    """A stream needs memory of the device. Memory that is dropped must not need any to end."""
+    before = settle()
+    memory = memory_of(device, gate)
+    streamalloc_faults.fail("cuStreamCreateWithPriority", times=1000)
+    del memory
+    assert settle() > before
+    gate.open()
+    device.synchronize()
+    assert settle() == before
 
 
 def test_no_call_names_a_context_or_the_legacy_stream_in_a_capture(traced: Any, device: sa.Device) -> None:
