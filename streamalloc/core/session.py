@@ -322,8 +322,12 @@ def members(several: weakref.WeakSet[T]) -> list[T]:
     and the set is listed again.
     """
     while True:
-        with contextlib.suppress(RuntimeError):
+        try:
             return list(several)
+        except RecursionError:  # It is a RuntimeError, too, and as deep on the stack as this call each attempt fails.
+            raise
+        except RuntimeError:
+            continue
 
 
 def drained(pop: Callable[[], T]) -> Iterator[T]:

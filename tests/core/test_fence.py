@@ -2,7 +2,8 @@
 
 import gc
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +14,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.fence import Fence
 from streamalloc.core.internal import Deferred, deferred_queue
-from streamalloc.core.session import session_of
+from streamalloc.core.session import members, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.testing import Faults, Gate, settle
 from tests.processes import eventually
@@ -279,3 +280,18 @@ def test_raises_what_a_signal_handler_raises(device: sa.Device) -> None:
     deferred_queue(session_of(device)).submit(Interrupted())
     each_raises(TimeoutError, settle)
     settle()
+
+
+def test_a_list_of_streams_ends_at_the_limit_of_recursion() -> None:
+    """A RecursionError is a RuntimeError, as is that of a set which another thread changes meanwhile."""
+    refusals = [RecursionError("too deep"), RuntimeError("Set changed size during iteration")]
+
+    class Changing(weakref.WeakSet[sa.Stream]):
+        def __iter__(self) -> Iterator[sa.Stream]:
+            if refusals:
+                raise refusals.pop()
+            return super().__iter__()
+
+    with pytest.raises(RecursionError):
+        members(Changing())
+    assert members(Changing()) == []
