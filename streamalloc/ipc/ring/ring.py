@@ -86,7 +86,7 @@ class Ring:
         ----------
         channel
             A connection to the producer. The consumer owns the channel from now on, and also closes it if the open
-            fails.
+            fails, unless ``timeout`` or ``driver`` is refused.
         stream
             The stream that waits for the contents and releases the slots; default: the default stream of the memory's
             device. A stream made by the program is faster.

@@ -59,7 +59,10 @@ class TestBackPressure:
         for seed in range(4):
             steps.send(ring, seed)
         each_raises(ValueError, lambda: ring.next(timeout), match="timeout")
-        each_raises(ValueError, lambda: ring.add(ipc.Channel.pair()[0], timeout), match="timeout")
+        one, two = ipc.Channel.pair()
+        each_raises(ValueError, lambda: ring.add(one, timeout), match="timeout")
+        each_raises(ValueError, lambda: ipc.Ring.consumer(two, timeout=timeout), match="timeout")
+        assert not one.closed and not two.closed
 
 
 class TestIteration:
