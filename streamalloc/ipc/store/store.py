@@ -209,6 +209,8 @@ class Store(Closes):
             ``metadata`` is not JSON, or is larger than 1 MiB; or another argument is not allowed.
         ClosedError
             This client or ``stream`` was closed.
+        CudaError
+            The driver refused a call.
         """
         home, key = self._device(device), checked_key(key)
         if like not in (None, "previous"):
@@ -300,8 +302,10 @@ class Store(Closes):
             No file was given, a file is no ``safetensors`` file, or a name is in two files.
         OSError
             A file cannot be read.
-        StoreKeyError, StoreBusyError, StoreGoneError, StoreError, StoreFullError, OutOfMemoryError
+        StoreKeyError, StoreBusyError, StoreGoneError, StoreError, StoreFullError, OutOfMemoryError, ClosedError
             As for :meth:`write` and :meth:`WeightsWriter.allocate`. Nothing was committed.
+        CudaError
+            The driver refused a call. If it refused after the commit, the epoch is committed.
         """
         paths = [path for one in files for path in _files_of(Path(one))]
         if not paths:

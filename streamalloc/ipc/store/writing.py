@@ -171,6 +171,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
             The server has ended.
         ClosedError
             The epoch was committed or aborted.
+        CudaError
+            The driver refused a call.
         """
         self.allocate_all({name: (shape, dtype)})
         return self[name]
@@ -190,7 +192,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
         Raises
         ------
-        StoreFullError, OutOfMemoryError, TypeError, ValueError, StoreGoneError
+        StoreFullError, OutOfMemoryError, TypeError, ValueError, StoreGoneError, CudaError
             As for :meth:`allocate`. Nothing was allocated.
         ClosedError
             The epoch was committed or aborted.
@@ -303,6 +305,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
             :attr:`metadata` is not JSON, or is larger than 1 MiB. Nothing was committed.
         ClosedError
             The epoch was committed or aborted before.
+        CudaError, OSError
+            The driver refused a call, or this process has too few free file descriptors. Nothing was committed.
         """
         self._check_open()
         if self._group is not None:
@@ -396,7 +400,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return [tuple(json.loads(bytes(one))) for one in found]
 
     def abort(self) -> None:
-        """Release the memory without a commit. With a ``group``, no rank commits. Idempotent."""
+        """Release the memory without a commit. With a ``group``, no rank commits. Idempotent. Raises CudaError if the
+        driver refuses; another call then releases the rest.
+        """
         if not self.closed:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._release)
