@@ -324,28 +324,29 @@ class WeightsWriter(Tensors, Unique, Leaves):
         session = session_of(self.device)
         self._pending, ready = None, ""
         with contextlib.ExitStack() as undo:
-            undo.enter_context(session.relaxed())
-            if not self._chunks:
-                # If all tensors are empty, the epoch still gets a chunk, because the driver cannot map an empty range
-                # for readers.
-                self._grow(self._rounded(1))
-            # A commit includes the work of all streams, also of streams that only other libraries use.
-            devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
-            events = [] if block else [event for device in devices for event in all_work(device)]
-            if block:
-                for device in devices:
-                    await_device(session, device.ordinal)
-            manifest, same = self._manifest(), bool(self._like) and self.layout.hash == self._like
-            texts = [] if same else [self.layout.to_bytes()]
-            files = [undo.enter_context(sealed_file(text)) for text in (*texts, manifest.to_bytes())]
-            created = [memory for memory in self._chunks if not is_imported(memory)]
-            handles = [undo.enter_context(memory.export()) for memory in created]  # type: ignore[arg-type]
-            if not all(event.query() for event in events):
-                self._pending = lease, value, _ = self._announced(events)
-                ready = f"{lease.block.id.hex()} {lease.slot} {lease.generation} {value}"
-                handles.insert(0, lease.block.fd)
-            about = {"address": self.range.address, "chunks": [memory.nbytes for memory in self._chunks]}
-            about |= {"ready": ready, "prepare": prepare, "keep": keep, "same": same}
+            with session.relaxed():
+                if not self._chunks:
+                    # If all tensors are empty, the epoch still gets a chunk, because the driver cannot map an empty
+                    # range for readers.
+                    self._grow(self._rounded(1))
+                # A commit includes the work of all streams, also of streams that only other libraries use.
+                devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
+                events = [] if block else [event for device in devices for event in all_work(device)]
+                if block:
+                    for device in devices:
+                        await_device(session, device.ordinal)
+                manifest, same = self._manifest(), bool(self._like) and self.layout.hash == self._like
+                texts = [] if same else [self.layout.to_bytes()]
+                files = [undo.enter_context(sealed_file(text)) for text in (*texts, manifest.to_bytes())]
+                created = [memory for memory in self._chunks if not is_imported(memory)]
+                handles = [undo.enter_context(memory.export()) for memory in created]  # type: ignore[arg-type]
+                if not all(event.query() for event in events):
+                    self._pending = lease, value, _ = self._announced(events)
+                    ready = f"{lease.block.id.hex()} {lease.slot} {lease.generation} {value}"
+                    handles.insert(0, lease.block.fd)
+                about = {"address": self.range.address, "chunks": [memory.nbytes for memory in self._chunks]}
+                about |= {"ready": ready, "prepare": prepare, "keep": keep, "same": same}
+            # The capture mode was restored before, because an error after the commit must not reach the caller.
             answer, _ = self._connection.ask("commit", [*files, *handles], **about)
             # The number is set at once, because an error after this line does not undo the commit.
             self.epoch = answer.get("epoch", 0)

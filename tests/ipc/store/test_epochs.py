@@ -45,6 +45,20 @@ def test_contents_types_and_addresses(store: ipc.Store, device: sa.Device) -> No
             found["other"]
 
 
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_refused_capture_mode_comes_before_the_commit(store: ipc.Store, machine: Any, nth: int) -> None:
+    driver = sd.faulty(machine, 1 << 60)
+    writer = ipc.Store(store.name, driver=driver).write("key", sa.Device(0, driver=driver))
+    writer.allocate("all", 8, np.uint8)
+    driver.fail("cuThreadExchangeStreamCaptureMode", nth, result="CUDA_ERROR_UNKNOWN")
+    with pytest.raises(sa.CudaError):
+        writer.commit()
+    assert writer.epoch == 0 and store.list()[0].epoch == 0
+    writer.commit()
+    assert writer.epoch == 1
+
+
 @pytest.mark.parametrize(("metadata", "error"), [({"a": object()}, TypeError), ({"a": float("nan")}, ValueError)])
 def test_metadata_that_is_not_json_is_refused_before_anything_is_written(
     store: ipc.Store, metadata: dict[str, Any], error: type[Exception]
