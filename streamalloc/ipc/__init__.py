@@ -24,7 +24,7 @@ In the process that opens the buffer:
    if the memory was freed before, it raises ``StaleDescriptorError``.
 7. *Import.* ``importer.imports.Import.begin`` imports the allocation (``cuMemPoolImportPointer``).
 8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``). Then
-   the hold ends: ``_open`` sets the mark of the hold to 0, or ``open`` closes the pipe of the hold.
+   ``Received.close`` ends the hold: it sets the mark of the hold to 0, or closes the pipe of the hold.
 9. *Close.* ``importer.imported.ImportedBuffer.close`` ends one use, by ``ImportUse.end`` and ``Import.end_use``. The
    end of the last use frees the import in stream order (``cuMemFreeAsync``).
 10. *Closed.* ``LeaseUse.end`` has the stream write the word ``closed`` after that free; if the stream is idle, the host
@@ -47,6 +47,7 @@ Object            Stands for                        Belongs to                  
 ``Hold``          a descriptor in transit           a ``Shared`` or a message    at the open, or if its owner is lost
 ``ExportedPool``  the exported handle of a pool     ``Exports`` and leases       after the pool and these leases
 ``PoolHandle``    the driver's handle of that pool  ``Imports``                  once unused, and closed by its owner
+``Received``      what one ``open`` was given       that call                    with the call, and the hold with it
 ``Import``        one import of an allocation       ``Imports``                  with its last use
 ``ImportUse``     one use of an ``Import``          an ``ImportedBuffer``        at its close, or after its drop
 ``LeaseUse``      one use of a lease                an ``Import`` or a range     with the import, or the range

@@ -74,7 +74,7 @@ class Hold:
 
     A hold belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. The hold ends once
     the importer has counted its open, also if the open fails, or once the carrier is lost. The importer signals its
-    open in one of two ways:
+    open (``importer.open.Received.close``) in one of two ways:
 
     * A message of :func:`streamalloc.ipc.send` carries one end of a pipe as its last handle. The importer closes that
       end with the handles that it did not take, and the kernel closes it with a message that nobody receives.

@@ -9,10 +9,9 @@ the queue of deferred releases.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
@@ -32,10 +31,8 @@ from streamalloc.core.internal import (
     ordered_after,
     work,
 )
-from streamalloc.core.properties import checked_type
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
-from streamalloc.ipc.transport.handle_server import fetch, published
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
 from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, ChunkHandle, Descriptor, Flags
 from streamalloc.pool.internal import OnceIdle
@@ -54,62 +51,6 @@ class DriverVersionWarning(UserWarning):
 
     :func:`open` issues this warning and opens the memory all the same.
     """
-
-
-class ReceivedHandles:
-    """The handles that came with a message. :meth:`take` returns one handle, which the caller then owns; :meth:`close`
-    closes the handles that were not taken.
-    """
-
-    endpoint: bytes
-    """16 bytes that name the socket of the exporter's handle server; zeros if there is none."""
-
-    def __init__(self, handles: Sequence[Fd]) -> None:
-        # Handles that this process has shared itself are replaced by duplicates: the originals must stay open, because
-        # the process may share the memory again.
-        ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
-        given = [checked_type("handles", fd, Fd) for fd in handles] if handles else []
-        self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in given]
-        self._by_id: dict[bytes, Fd] = {}
-
-    def identify(self, described: Descriptor) -> None:
-        """Record which of the received handles has which id of ``described`` (:meth:`Descriptor.handle_ids`), so that
-        :meth:`take` finds the handle. Raises ValueError if some handles came, but not as many as there are ids. A
-        message may have no handles, or only the pipe of a hold.
-        """
-        self.endpoint = described.endpoint
-        if not self._given:
-            return
-        ids = described.handle_ids()
-        pipes = int(bool(described.flags & Flags.HELD) and not described.hold)
-        if pipes and len(self._given) == 1:
-            return  # Only the pipe came with this message: a channel carries each of the other handles only once.
-        if len(self._given) != len(ids) + pipes:
-            raise ValueError(f"the descriptor needs {len(ids) + pipes} handles, and {len(self._given)} came along")
-        self._by_id = dict(zip(ids, self._given, strict=False))
-        # The pipe of the hold stays in ``_given``: :meth:`close` closes it after the open, which ends the hold
-        # (exports.Hold).
-        self._given = self._given[len(ids) :]
-
-    def take(self, name: bytes) -> Fd:
-        """Return the handle with the id ``name`` (16 bytes); the caller closes it. A handle that did not come with the
-        message is fetched from the exporter's process. Raises ValueError if the exporter has no handle server, and the
-        errors of :func:`fetch`.
-        """
-        fd = self._by_id.pop(name, None)
-        if fd is not None:
-            return fd
-        if self.endpoint == NOWHERE:
-            raise ValueError(
-                "a handle that the descriptor needs did not come along: send it with streamalloc.ipc.send, or pass "
-                "handles=shared.fds"
-            )
-        return fetch(self.endpoint, name)
-
-    def close(self) -> None:
-        """Close the handles that were not taken."""
-        for fd in (*self._given, *self._by_id.values()):
-            fd.close()
 
 
 class LeaseUse(Deferred):
@@ -531,16 +472,15 @@ class Imports:
             DriverVersionWarning,
         )
 
-    def block_of(self, described: Descriptor, handles: ReceivedHandles) -> ControlBlock | None:
-        """Return the exporter's control block, which is mapped at the first call. None if the descriptor names no
-        block, or if the block is on another machine. Raises the errors of :meth:`ReceivedHandles.take` and
-        :meth:`ControlBlock.attach`.
+    def block_of(self, described: Descriptor, take: Callable[[bytes], Fd]) -> ControlBlock | None:
+        """Return the exporter's control block (:meth:`control_block`). None if the descriptor names no block, or if the
+        block is on another machine.
         """
         name = described.control_block
         if name == NOWHERE:
             return None
         try:
-            return self.control_block(name, handles.take)
+            return self.control_block(name, take)
         except ConnectionError:
             if described.handle_type == FABRIC and self.device_of(described.device) is None:
                 return None
@@ -565,15 +505,15 @@ class Imports:
             if block is None or block.fd is not fd:
                 fd.close()
 
-    def pool(self, described: Descriptor, handles: ReceivedHandles) -> PoolHandle:
-        """Return the pool that a descriptor names; the first call imports it. The pool stays in :attr:`pools`, because
-        later descriptors may come without its handle. Raises the errors of :meth:`ReceivedHandles.take` and
-        :meth:`import_pool`.
+    def pool(self, described: Descriptor, take: Callable[[bytes], Fd]) -> PoolHandle:
+        """Return the pool that a descriptor names; the first call imports the file descriptor that ``take`` returns for
+        the pool's id. The pool stays in :attr:`pools`, because later descriptors may come without its handle. Raises
+        the errors of ``take`` and of :meth:`import_pool`.
         """
         pool = self.pools.get(described.origin)
         if pool is None:
             self.release_ended()
-            with handles.take(described.origin) as fd, self.lock:
+            with take(described.origin) as fd, self.lock:
                 pool = self.pools.get(described.origin)
                 if pool is None:
                     pool = self.pools[described.origin] = self.import_pool(fd.fileno())
@@ -614,15 +554,14 @@ class Imports:
                 del self.blocks[name]
                 self.deferred.submit(OnceIdle(self.session, block.close))
 
-    def memory(self, chunk: ChunkHandle, handles: ReceivedHandles) -> PhysicalMemory:
-        """Import a chunk of physical memory (``cuMemImportFromShareableHandle``). Each call returns another driver
-        handle, which the caller owns. A missing file descriptor is fetched from the exporter. Raises the
-        errors of :meth:`ReceivedHandles.take`, ValueError for a handle of something else, and CudaError if the driver
-        refuses.
+    def memory(self, chunk: ChunkHandle, take: Callable[[bytes], Fd]) -> PhysicalMemory:
+        """Import a chunk of physical memory (``cuMemImportFromShareableHandle``), by its fabric handle or the file
+        descriptor that ``take`` returns for its id. Each call returns another driver handle, which the caller owns.
+        Raises the errors of ``take``, ValueError for a handle of something else, and CudaError if the driver refuses.
         """
         if chunk.fabric:
             return import_memory(self.session, chunk.fabric, chunk.nbytes)
-        with handles.take(chunk.id) as fd:
+        with take(chunk.id) as fd:
             return import_memory(self.session, fd, chunk.nbytes)
 
 

@@ -1,16 +1,17 @@
 """``open`` checks what another process shared, and imports it. ``receive`` does the same from a channel.
 
 An open of an allocation or a range has four steps. The open is counted in the lease (:mod:`.imports`); the driver
-imports the memory; the stream waits for the contents; the hold of the descriptor ends, also after an error. Until the
-open is counted, only the hold keeps the exporter from freeing the memory. If the hold ended earlier, the import could
-find other memory.
+imports the memory; the stream waits for the contents; the hold of the descriptor ends, also after an error
+(:meth:`Received.close`). Until the open is counted, only the hold keeps the exporter from freeing the memory. If the
+hold ended earlier, the import could find other memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from typing_extensions import TypeVar
@@ -22,9 +23,10 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.importer.imported import Announcement, ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
-from streamalloc.ipc.importer.imports import Import, Imports, LeaseUse, PoolHandle, ReceivedHandles, imports_of
+from streamalloc.ipc.importer.imports import Import, Imports, LeaseUse, PoolHandle, imports_of
 from streamalloc.ipc.transport.channel import Channel
-from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
+from streamalloc.ipc.transport.handle_server import fetch, published
+from streamalloc.ipc.wire.control_block import ControlBlock, Word
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Flags, Mechanism
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_mappable
@@ -103,13 +105,11 @@ def open(
     session = session_of(stream) if isinstance(stream, Stream) else None
     if session is None or (driver is not None and session.driver is not driver):
         session = Session.of(driver if driver is not None else default_driver())
-    given = ReceivedHandles(handles)
+    received = Received(handles)
     try:
-        return _open(session, data, given, stream, kind)  # type: ignore[return-value]
+        return _open(session, received, data, stream, kind)  # type: ignore[return-value]
     finally:
-        # The handles are closed last, because one of them may be a pipe that holds the allocation until it is open
-        # here.
-        given.close()
+        received.close()
 
 
 def receive(
@@ -145,36 +145,98 @@ def receive(
     return open(message.data, message.handles, stream=stream, driver=driver, kind=kind)
 
 
-class _Request(NamedTuple):
-    """One call of :func:`open`, with its decoded descriptor."""
+class Received:
+    """What one call of :func:`open` was given: handles, and the descriptor with what it names. :meth:`close` ends the
+    hold of the descriptor.
+    """
 
     imports: Imports
     described: Descriptor
-    handles: ReceivedHandles
     device: Device
-    stream: Stream | None
-    """The caller's stream. If None, each stream that uses the memory waits for the contents."""
+    stream: Stream
+    """The stream that waits for the contents: the caller's, or else the device's default stream."""
+    any_stream: bool
+    """Whether the caller named no stream: then each stream that uses the memory waits for the contents, too."""
     block: ControlBlock | None
     """The exporter's control block. None if there is none, or if it is on another machine."""
-    announced: Announcement | None
+    announced: Announcement | None = None
     """The announcement of the contents; None if there is no control block."""
 
-    def ordered(self) -> Stream:
-        """Return the stream that waits for the contents: the caller's, or else the device's default stream."""
-        return self.device.default_stream if self.stream is None else self.stream
+    def __init__(self, handles: Sequence[Fd]) -> None:
+        # Handles that this process has shared itself are replaced by duplicates: the originals must stay open, because
+        # the process may share the memory again.
+        ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
+        given = [checked_type("handles", fd, Fd) for fd in handles] if handles else []
+        self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in given]
+        self._by_id: dict[bytes, Fd] = {}
+        self._mark: Word | None = None
+        """The mark of the hold. None if there is no hold, or if it has a pipe."""
+
+    def identify(self) -> None:
+        """Record which of the received handles has which id of the descriptor (:meth:`Descriptor.handle_ids`), so that
+        :meth:`take` finds the handle. Raises ValueError if some handles came, but not as many as there are ids. A
+        message may have no handles, or only the pipe of a hold.
+        """
+        if not self._given:
+            return
+        ids = self.described.handle_ids()
+        pipes = int(bool(self.described.flags & Flags.HELD) and not self.described.hold)
+        if pipes and len(self._given) == 1:
+            return  # Only the pipe came with this message: a channel carries each of the other handles only once.
+        if len(self._given) != len(ids) + pipes:
+            raise ValueError(f"the descriptor needs {len(ids) + pipes} handles, and {len(self._given)} came along")
+        self._by_id = dict(zip(ids, self._given, strict=False))
+        self._given = self._given[len(ids) :]
+
+    def take(self, name: bytes) -> Fd:
+        """Return the handle with the id ``name`` (16 bytes); the caller closes it. A handle that did not come with the
+        message is fetched from the exporter's process. Raises ValueError if the exporter has no handle server, and the
+        errors of :func:`fetch`.
+        """
+        fd = self._by_id.pop(name, None)
+        if fd is not None:
+            return fd
+        if self.described.endpoint == NOWHERE:
+            raise ValueError(
+                "a handle that the descriptor needs did not come along: send it with streamalloc.ipc.send, or pass "
+                "handles=shared.fds"
+            )
+        return fetch(self.described.endpoint, name)
+
+    def attach(self) -> None:
+        """Map the exporter's control block, and find the announcement and the mark of the hold in it. Raises the errors
+        of :meth:`Imports.block_of`; ValueError if there is no such slot or mark.
+        """
+        imports, described = self.imports, self.described
+        self.block = block = imports.blocks.get(described.control_block) or imports.block_of(described, self.take)
+        if block is not None:
+            words = block.slots.get(described.slot) or block.slot_words(described.slot)
+            self.announced = Announcement(block, words, described.generation, described.ready)
+            if described.hold:
+                self._mark = block.mark("hold", described.hold)
+
+    def close(self) -> None:
+        """End the hold (:class:`~streamalloc.ipc.exporter.exports.Hold`): set its mark to 0, or close its pipe with the
+        other handles that were not taken. By now the allocation is open here, or cannot be opened.
+        """
+        # By now the mark may be that of another descriptor.
+        if self._mark is not None and self._mark.value == self.described.hold >> 32:
+            self._mark.value = 0
+        for fd in (*self._given, *self._by_id.values()):
+            fd.close()
 
 
 def _open(
-    session: Session, data: bytes, handles: ReceivedHandles, stream: StreamLike | None, kind: type[object] | None
+    session: Session, received: Received, data: bytes, stream: StreamLike | None, kind: type[object] | None
 ) -> Imported:
     """Decode and check the descriptor ``data``, import its handles, and open its memory, pool or event. Raises the
     errors of :func:`open`.
     """
     session.check_process()
-    imports = imports_of(session)
+    received.imports = imports = imports_of(session)
     if imports.deferred.has_work():
         imports.deferred.work()
-    described = Descriptor.from_bytes(data)
+    received.described = described = Descriptor.from_bytes(data)
     opener, result = _MECHANISMS[described.mechanism]
     if described.mechanism is Mechanism.PHYSICAL and described.origin == NOWHERE:
         result = PhysicalMemory
@@ -183,29 +245,15 @@ def _open(
         result = ImportedArray
     if kind is not None and not issubclass(result, kind):
         raise TypeError(f"kind={kind.__name__}: what was shared is opened as {result.__name__}")
-    handles.identify(described)
-    device = imports.device_of(described.device) or imports.other_device(described, stream)
+    received.identify()
+    received.device = imports.device_of(described.device) or imports.other_device(described, stream)
     if described.driver_version != imports.version:
         imports.warn_of_version(described.driver_version)
-    if described.slot >= SLOTS:
-        raise ValueError(f"the descriptor's slot {described.slot} does not exist: a control block has {SLOTS}")
-    ordered = None if stream is None else _waiting_stream(stream, session)
+    received.any_stream = stream is None
+    received.stream = received.device.default_stream if stream is None else _waiting_stream(stream, session)
     with session.beside_captures():
-        announced = None
-        block = imports.blocks.get(described.control_block) or imports.block_of(described, handles)
-        hold = None
-        if block is not None:
-            words = block.slots.get(described.slot) or block.slot_words(described.slot)
-            announced = Announcement(block, words, described.generation, described.ready)
-            if described.hold:
-                hold = block.mark("hold", described.hold)  # A number without a mark is refused before the import.
-        try:
-            opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
-        finally:
-            # The hold also ends after an error: otherwise the exporter would keep the memory for a hold that nobody
-            # ends (exports.Hold). By now the mark may be that of another descriptor.
-            if hold is not None and hold.value == described.hold >> 32:
-                hold.value = 0
+        received.attach()
+        opened = opener(received)
     if not is_array:
         return opened
     if not isinstance(opened, (ImportedBuffer, ImportedRange)):
@@ -226,25 +274,25 @@ def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
     return ordered
 
 
-def _open_allocation(request: _Request, pool: PoolHandle | None = None) -> ImportedBuffer:
-    ordered, announced = request.ordered(), request.announced
+def _open_allocation(received: Received, pool: PoolHandle | None = None) -> ImportedBuffer:
+    ordered, announced = received.stream, received.announced
     if announced is not None and ordered.is_default and not announced.written:
         # The capture is refused before the import, because a captured stream could not release an import again.
         ordered.refuse_capture("cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
-    new = Import(request.imports, pool, request.device, request.block, request.described)
-    opened = ImportedBuffer(new, request.described, ordered, announced)
-    if request.stream is None and announced is not None and not announced.seen(opened):
+    new = Import(received.imports, pool, received.device, received.block, received.described)
+    opened = ImportedBuffer(new, received.described, ordered, announced)
+    if received.any_stream and announced is not None and not announced.seen(opened):
         opened._contents = (announced,)
     return opened
 
 
-def _open_pointer(request: _Request) -> ImportedBuffer:
-    imports, described = request.imports, request.described
+def _open_pointer(received: Received) -> ImportedBuffer:
+    imports, described = received.imports, received.described
     known = described.origin in imports.pools
     try:
-        pool = imports.pool(described, request.handles)
-        pool.watch(request.block, described.pool_mark)
-        return _open_allocation(request, pool)
+        pool = imports.pool(described, received.take)
+        pool.watch(received.block, described.pool_mark)
+        return _open_allocation(received, pool)
     except (StaleDescriptorError, CaptureError):
         raise
     except BaseException:
@@ -254,15 +302,15 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
         raise
 
 
-def _open_pool(request: _Request) -> ImportedPool:
-    pool = request.imports.pool(request.described, request.handles)
-    opened = ImportedPool(pool, request.device)
-    pool.watch(request.block, request.described.pool_mark)
+def _open_pool(received: Received) -> ImportedPool:
+    pool = received.imports.pool(received.described, received.take)
+    opened = ImportedPool(pool, received.device)
+    pool.watch(received.block, received.described.pool_mark)
     return opened
 
 
-def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
-    described, chunks = request.described, request.described.chunks
+def _open_physical(received: Received) -> PhysicalMemory | ImportedRange:
+    described, chunks = received.described, received.described.chunks
     total = sum(chunk.nbytes for chunk in chunks)
     growable = bool(described.flags & Flags.GROWABLE)
     if not chunks or described.offset + described.size > total or (not growable and described.base_size != total):
@@ -270,34 +318,34 @@ def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
             f"the descriptor's {described.size} bytes at {described.offset} do not fit its {len(chunks)} chunks, "
             f"which have {total} bytes"
         )
-    return _open_range(request, total, growable) if described.origin != NOWHERE else _open_chunk(request)
+    return _open_range(received, total, growable) if described.origin != NOWHERE else _open_chunk(received)
 
 
-def _open_chunk(request: _Request) -> PhysicalMemory:
-    chunks = request.described.chunks
+def _open_chunk(received: Received) -> PhysicalMemory:
+    chunks = received.described.chunks
     if len(chunks) != 1:
         raise ValueError(f"the descriptor is of one chunk of physical memory, and names {len(chunks)}")
-    ordered = request.ordered()
-    memory = request.imports.memory(chunks[0], request.handles)
+    ordered = received.stream
+    memory = received.imports.memory(chunks[0], received.take)
     with undoing(memory.close):
         check_mappable(memory)
-        announced = request.announced
+        announced = received.announced
         if announced is not None:
             announced.precede(ordered)
-    if request.stream is None and announced is not None:
+    if received.any_stream and announced is not None:
         # The stream that will use the memory is unknown, so the host waits.
         announced.wait(None)
     return memory
 
 
-def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
-    imports, described, device = request.imports, request.described, request.device
-    streams = [request.ordered()]
+def _open_range(received: Received, total: int, growable: bool) -> ImportedRange:
+    imports, described, device = received.imports, received.described, received.device
+    streams = [received.stream]
     with contextlib.ExitStack() as undo:
         lease: LeaseUse | None = None
-        if described.flags & Flags.LEASED and request.block is not None:
+        if described.flags & Flags.LEASED and received.block is not None:
             imports.start_thread()
-            lease = LeaseUse(imports, request.block, described.slot, described.generation)
+            lease = LeaseUse(imports, received.block, described.slot, described.generation)
             undo.enter_context(undoing(lease.take_back))
             lease.begin()
         opened = imports.ranges.get(described.origin) if growable else None
@@ -311,8 +359,8 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
         # The ids of chunks are compared, and not their driver handles, because two different handles may name the same
         # chunk.
         ids = [chunk[:2] for chunk in described.chunks]
-        opened.set_chunks(ids, lambda index: imports.memory(described.chunks[index], request.handles), described.size)
-        announced = request.announced
+        opened.set_chunks(ids, lambda index: imports.memory(described.chunks[index], received.take), described.size)
+        announced = received.announced
         if announced is not None:
             for ordered in streams:
                 announced.notify_listener(opened, ordered)
@@ -323,19 +371,19 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
         imports.ranges[described.origin] = opened
     if announced is not None:
         opened._announced = announced
-        if request.stream is None and opened.stream.is_default:
+        if received.any_stream and opened.stream.is_default:
             # If the range was opened before on another stream, that stream waits for the contents.
             opened._contents = tuple(one for one in (*opened._contents, announced) if not one.seen(opened))
     return opened
 
 
-def _open_event(request: _Request) -> Event:
-    return Event.from_handle(request.described.payload, request.device)
+def _open_event(received: Received) -> Event:
+    return Event.from_handle(received.described.payload, received.device)
 
 
 # For each mechanism: the function that opens it, and the class of the result. A descriptor of one chunk without an
 # origin is opened as :class:`PhysicalMemory` instead.
-_MECHANISMS: dict[Mechanism, tuple[Callable[[_Request], Imported], type[Imported]]] = {
+_MECHANISMS: dict[Mechanism, tuple[Callable[[Received], Imported], type[Imported]]] = {
     Mechanism.POOL: (_open_pool, ImportedPool),
     Mechanism.POOL_POINTER: (_open_pointer, ImportedBuffer),
     Mechanism.LEGACY: (_open_allocation, ImportedBuffer),
