@@ -147,13 +147,12 @@ class TestCapabilities:
         assert not any(line.startswith(("fabric", "multicast")) for line in missing_for(opened))
 
 
-class TestMemory:
-    @pytest.mark.gpus(2)
-    def test_info_is_each_device_s_own(self, device: sa.Device, peer: sa.Device) -> None:
-        here, there = device.memory_info(), peer.memory_info()
-        assert 0 < here.free <= here.total
-        with sa.MemoryPool(peer) as pool, peer.create_stream() as stream, pool.allocate(MiB, stream):
-            assert device.memory_info() == here and there.free - peer.memory_info().free == 32 * MiB
+@pytest.mark.gpus(2)
+def test_memory_info_is_each_device_s_own(device: sa.Device, peer: sa.Device) -> None:
+    here, there = device.memory_info(), peer.memory_info()
+    assert 0 < here.free <= here.total
+    with sa.MemoryPool(peer) as pool, peer.create_stream() as stream, pool.allocate(MiB, stream):
+        assert device.memory_info() == here and there.free - peer.memory_info().free == 32 * MiB
 
 
 @pytest.mark.gpus(2)

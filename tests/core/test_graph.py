@@ -243,13 +243,12 @@ class TestFailures:
             graph.launch(stream)
 
 
-class TestHandles:
-    def test_are_for_raw_calls(self, raw: Any, stream: sa.Stream, kept: sa.Buffer) -> None:
-        with stream.capture() as graph:
-            kept.fill(3)
-        with graph:
-            result, copy = raw.cuGraphClone(cuda.CUgraph(graph.handle))
-            assert not result and raw.cuGraphGetNodes(copy, 0)[2] == 1 and not raw.cuGraphDestroy(copy)[0]
+def test_handles_are_for_raw_calls(raw: Any, stream: sa.Stream, kept: sa.Buffer) -> None:
+    with stream.capture() as graph:
+        kept.fill(3)
+    with graph:
+        result, copy = raw.cuGraphClone(cuda.CUgraph(graph.handle))
+        assert not result and raw.cuGraphGetNodes(copy, 0)[2] == 1 and not raw.cuGraphDestroy(copy)[0]
 
 
 class TestGraphMemory:

@@ -151,21 +151,20 @@ else:
 """
 
 
-class TestNoDriver:
-    @pytest.mark.parametrize(
-        ("environment", "how", "found"),
-        [
-            (None, "raise RuntimeError('Failed to dlopen libcuda.so.1')", "dlopen"),
-            ("cuda", "return (cuda.CUresult.CUDA_ERROR_NO_DEVICE,)", "CUDA_ERROR_NO_DEVICE"),
-        ],
-    )
-    def test_says_what_was_looked_for_and_how_to_simulate(
-        self, python: Python, environment: str | None, how: str, found: str
-    ) -> None:
-        done = python(NO_DRIVER.format(how=how), STREAMALLOC_DRIVER=environment)
-        assert done.stderr == ""
-        for word in (found, "libcuda.so.1", BINDINGS_VERSION, "STREAMALLOC_DRIVER=simulated", "driver.simulated()"):
-            assert word in done.stdout
+@pytest.mark.parametrize(
+    ("environment", "how", "found"),
+    [
+        (None, "raise RuntimeError('Failed to dlopen libcuda.so.1')", "dlopen"),
+        ("cuda", "return (cuda.CUresult.CUDA_ERROR_NO_DEVICE,)", "CUDA_ERROR_NO_DEVICE"),
+    ],
+)
+def test_says_what_was_looked_for_and_how_to_simulate(
+    python: Python, environment: str | None, how: str, found: str
+) -> None:
+    done = python(NO_DRIVER.format(how=how), STREAMALLOC_DRIVER=environment)
+    assert done.stderr == ""
+    for word in (found, "libcuda.so.1", BINDINGS_VERSION, "STREAMALLOC_DRIVER=simulated", "driver.simulated()"):
+        assert word in done.stdout
 
 
 class TestImport:

@@ -111,20 +111,18 @@ def test_fill_32_bits_writes_little_endian(memory: Memory) -> None:
     assert memory.rig.read(memory.five, 8) == [0xEF, 0xBE, 0xAD, 0xDE] * 2
 
 
-class TestBuffers:
+def test_arrays_bytes_and_bytearrays(memory: Memory) -> None:
     """Objects that the bindings accept as a host address."""
-
-    def test_arrays_bytes_and_bytearrays(self, memory: Memory) -> None:
-        raw, back, written = memory.raw, np.zeros(64, np.uint8), bytearray(4)
-        memory.pageable[:64] = np.arange(64)
-        value(raw.cuMemcpyHtoD(memory.five, memory.pageable, 64))
-        value(raw.cuMemcpyDtoH(back, memory.five, 64))
-        assert back.tolist() == list(range(64))
-        value(raw.cuMemcpyHtoD(memory.five, b"abcd", 4))
-        value(raw.cuMemcpyDtoH(written, memory.five, 4))
-        back.flags.writeable = False  # which the bindings do not look at
-        value(raw.cuMemcpyDtoH(back, memory.five, 4))
-        assert written == back[:4].tobytes() == bytes(memory.rig.read(memory.five, 4)) == b"abcd"
+    raw, back, written = memory.raw, np.zeros(64, np.uint8), bytearray(4)
+    memory.pageable[:64] = np.arange(64)
+    value(raw.cuMemcpyHtoD(memory.five, memory.pageable, 64))
+    value(raw.cuMemcpyDtoH(back, memory.five, 64))
+    assert back.tolist() == list(range(64))
+    value(raw.cuMemcpyHtoD(memory.five, b"abcd", 4))
+    value(raw.cuMemcpyDtoH(written, memory.five, 4))
+    back.flags.writeable = False  # which the bindings do not look at
+    value(raw.cuMemcpyDtoH(back, memory.five, 4))
+    assert written == back[:4].tobytes() == bytes(memory.rig.read(memory.five, 4)) == b"abcd"
 
 
 class TestPageableMemory:
@@ -184,18 +182,16 @@ def test_host_memory_is_used_at_execution_where_a_device_may_use_it(memory: Memo
         assert writing_waits(memory, pointer) != late
 
 
-class TestSynchronousCalls:
+def test_only_a_copy_to_the_host_waits_and_for_blocking_streams(memory: Memory) -> None:
     """The calls without a stream: work of the legacy stream."""
-
-    def test_only_a_copy_to_the_host_waits_and_for_blocking_streams(self, memory: Memory) -> None:
-        raw, blocking, host = memory.raw, memory.rig.stream(BLOCKING), np.zeros(64, np.uint8)
-        for stream, copies, waits in ((memory.stream, True, False), (blocking, True, True), (blocking, False, False)):
-            gate = memory.rig.gate()
-            gate.hold(stream)
-            with gate.opening_after(0.05 if waits else 60):
-                value(raw.cuMemcpyDtoH(host, memory.three, 64) if copies else raw.cuMemsetD8(memory.three, 1, 64))
-                assert gate.is_open == waits
-            memory.rig.synchronize()
+    raw, blocking, host = memory.raw, memory.rig.stream(BLOCKING), np.zeros(64, np.uint8)
+    for stream, copies, waits in ((memory.stream, True, False), (blocking, True, True), (blocking, False, False)):
+        gate = memory.rig.gate()
+        gate.hold(stream)
+        with gate.opening_after(0.05 if waits else 60):
+            value(raw.cuMemcpyDtoH(host, memory.three, 64) if copies else raw.cuMemsetD8(memory.three, 1, 64))
+            assert gate.is_open == waits
+        memory.rig.synchronize()
 
 
 @pytest.mark.parametrize("kind", [HOST, HOST_NUMA])

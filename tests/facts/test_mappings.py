@@ -321,19 +321,17 @@ CAPTURED: dict[str, tuple[str, Callable[[Scene], Answer]]] = {
 }
 
 
-class TestCapture:
+@pytest.mark.parametrize("mode", [0, 2], ids=["global", "relaxed"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_calls_during_a_capture(scene: Scene, name: str, mode: int) -> None:
     """None of the calls ends a capture, whatever its mode."""
-
-    @pytest.mark.parametrize("mode", [0, 2], ids=["global", "relaxed"])
-    @pytest.mark.parametrize("name", CAPTURED)
-    def test_call(self, scene: Scene, name: str, mode: int) -> None:
-        expected, call = CAPTURED[name]
-        assert scene.map(1, 2 * PAGE, scene.two) == "SUCCESS"
-        plain, stream = scene.rig.plain(64), scene.rig.stream()
-        scene.rig.begin_capture(stream, mode)
-        value(scene.raw.cuMemsetD8Async(plain, 1, 64, stream))
-        assert said(call(scene)) == expected
-        assert said(scene.rig.end_capture(stream)) == "SUCCESS"
+    expected, call = CAPTURED[name]
+    assert scene.map(1, 2 * PAGE, scene.two) == "SUCCESS"
+    plain, stream = scene.rig.plain(64), scene.rig.stream()
+    scene.rig.begin_capture(stream, mode)
+    value(scene.raw.cuMemsetD8Async(plain, 1, 64, stream))
+    assert said(call(scene)) == expected
+    assert said(scene.rig.end_capture(stream)) == "SUCCESS"
 
 
 def test_memory_that_was_released_is_mapped_again_as_long_as_it_is_mapped(scene: Scene) -> None:
@@ -534,26 +532,25 @@ cases = pytest.mark.parametrize("name", CASES)
 
 @locations
 @cases
-class TestGrant:
-    def test_effects(self, rig: Rig, location: int, name: str) -> None:
-        case = CASES[name]
-        address = rig.mapping(PAGE, *case.wanted, location=location)
-        assert [rig.get_access(address, kind) for kind in (DEVICE, HOST, HOST_NUMA)] == case.flags
-        expected: dict[str, int | str] = {
-            "MEMORY_TYPE": 1,
-            "DEVICE_POINTER": address if case.flags[0] else "INVALID_VALUE",
-            "HOST_POINTER": address if case.host else "INVALID_VALUE",
-            "DEVICE_ORDINAL": 0,
-            "RANGE_SIZE": PAGE,
-            "MAPPED": 1,
-            "ACCESS_FLAGS": case.flags[0],
-        }
-        assert rig.pointer_attributes(address, expected) == expected
-        assert said(rig.raw.cuMemsetD8(address, 5, PAGE)) == case.fill
-        rig.synchronize()
-        if case.host:
-            byte = 5 if case.fill == "SUCCESS" else 0
-            assert ctypes.string_at(address, PAGE) == bytes([byte]) * PAGE
+def test_effects_of_a_grant(rig: Rig, location: int, name: str) -> None:
+    case = CASES[name]
+    address = rig.mapping(PAGE, *case.wanted, location=location)
+    assert [rig.get_access(address, kind) for kind in (DEVICE, HOST, HOST_NUMA)] == case.flags
+    expected: dict[str, int | str] = {
+        "MEMORY_TYPE": 1,
+        "DEVICE_POINTER": address if case.flags[0] else "INVALID_VALUE",
+        "HOST_POINTER": address if case.host else "INVALID_VALUE",
+        "DEVICE_ORDINAL": 0,
+        "RANGE_SIZE": PAGE,
+        "MAPPED": 1,
+        "ACCESS_FLAGS": case.flags[0],
+    }
+    assert rig.pointer_attributes(address, expected) == expected
+    assert said(rig.raw.cuMemsetD8(address, 5, PAGE)) == case.fill
+    rig.synchronize()
+    if case.host:
+        byte = 5 if case.fill == "SUCCESS" else 0
+        assert ctypes.string_at(address, PAGE) == bytes([byte]) * PAGE
 
 
 @locations

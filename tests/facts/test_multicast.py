@@ -46,12 +46,11 @@ class TestCreate:
         assert rig.release(Team(rig).object) == rig.release(Team(rig).add_all().object) == "SUCCESS"
 
 
-class TestAddDevice:
-    def test_each_once(self, rig: Rig) -> None:
-        team = Team(rig)
-        answers = [team.add(device) for device in (99, 0, 0, 1)]
-        assert answers == ["INVALID_DEVICE", "SUCCESS", "INVALID_VALUE", "SUCCESS"]
-        Team(rig).add_all()  # of another team, too
+def test_each_device_is_added_once(rig: Rig) -> None:
+    team = Team(rig)
+    answers = [team.add(device) for device in (99, 0, 0, 1)]
+    assert answers == ["INVALID_DEVICE", "SUCCESS", "INVALID_VALUE", "SUCCESS"]
+    Team(rig).add_all()  # of another team, too
 
 
 class TestBind:
@@ -236,16 +235,15 @@ class TestWrites:
         assert rig.read(pooled, 2) + rig.read(mapped + PAGE - 2, 2) == [8] * 4
 
 
-class TestMemoryThatIsBound:
-    @pytest.mark.parametrize("how", ["unbound", "object gone"])
-    def test_counts_until_its_binding_ends(self, rig: Rig, team: Team, how: str) -> None:
-        memory = rig.memory(2 * PAGE)
-        before = rig.device_free()
-        assert team.bind(memory) == "SUCCESS"
-        rig.release(memory)
-        assert rig.device_free() == before
-        assert (team.unbind(0) if how == "unbound" else rig.release(team.object)) == "SUCCESS"
-        assert rig.device_free() == before + 2 * PAGE
+@pytest.mark.parametrize("how", ["unbound", "object gone"])
+def test_bound_memory_counts_until_its_binding_ends(rig: Rig, team: Team, how: str) -> None:
+    memory = rig.memory(2 * PAGE)
+    before = rig.device_free()
+    assert team.bind(memory) == "SUCCESS"
+    rig.release(memory)
+    assert rig.device_free() == before
+    assert (team.unbind(0) if how == "unbound" else rig.release(team.object)) == "SUCCESS"
+    assert rig.device_free() == before + 2 * PAGE
 
 
 class TestBetweenProcesses:

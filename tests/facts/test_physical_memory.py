@@ -278,21 +278,18 @@ class TestImport:
             rig.import_memory(-1)
 
 
-class TestLifetime:
-    SIZE = 64 * MiB
-
-    @pytest.mark.parametrize("imported", [False, True], ids=["descriptor", "import"])
-    def test_is_that_of_the_last_to_have_it(self, rig: Rig, imported: bool) -> None:
-        memory = rig.memory(self.SIZE, handle_types=POSIX_FD)
-        free, fd = rig.device_free(), rig.exported(memory)
-        assert rig.release(memory) == "SUCCESS"
-        handle = rig.imported(fd) if imported else None
+@pytest.mark.parametrize("imported", [False, True], ids=["descriptor", "import"])
+def test_lifetime_is_that_of_the_last_to_have_it(rig: Rig, imported: bool) -> None:
+    memory = rig.memory(64 * MiB, handle_types=POSIX_FD)
+    free, fd = rig.device_free(), rig.exported(memory)
+    assert rig.release(memory) == "SUCCESS"
+    handle = rig.imported(fd) if imported else None
+    assert rig.device_free() == free
+    rig.close_fd(fd)
+    if handle is not None:
         assert rig.device_free() == free
-        rig.close_fd(fd)
-        if handle is not None:
-            assert rig.device_free() == free
-            assert rig.release(handle) == "SUCCESS"
-        assert rig.device_free() - free == self.SIZE
+        assert rig.release(handle) == "SUCCESS"
+    assert rig.device_free() - free == 64 * MiB
 
 
 class TestDmaBuf:

@@ -182,24 +182,22 @@ class TestAddresses:
         assert {place: rig.reserved(pool) // MiB for place, pool in holding.items()} == left
 
 
-class TestAllPools:
+def test_pools_release_together(rig: Rig) -> None:
     """Pools release at a synchronisation that tells of something new to any of them, or after one was destroyed."""
-
-    def test_both(self, rig: Rig) -> None:
-        stream, other = rig.stream(), rig.disown(rig.pool(UINT64_MAX))
-        rig.free(rig.allocate(other, MiB, stream), stream)
-        assert rig.executed(stream)
-        value(rig.raw.cuStreamSynchronize(stream))
-        program = Program(rig, policies="111")
-        # what another stream has taken together is free, but that is no news
-        program.run("keep 0, a=s0:40, b=s1:40, a>s0, b>s1, c=s2:50 @0, sync s2 =96")
-        rig.free(rig.allocate(other, MiB, stream), stream)
-        assert rig.executed(stream)
-        value(rig.raw.cuStreamSynchronize(stream))
-        assert rig.reserved(program.pool) == 64 * MiB
-        program.run("d=s0:40, e=s1:40, d>s0, e>s1, f=s2:50, sync s2 =160")
-        value(rig.raw.cuMemPoolDestroy(other))
-        program.run("sync s2 =128")
+    stream, other = rig.stream(), rig.disown(rig.pool(UINT64_MAX))
+    rig.free(rig.allocate(other, MiB, stream), stream)
+    assert rig.executed(stream)
+    value(rig.raw.cuStreamSynchronize(stream))
+    program = Program(rig, policies="111")
+    # what another stream has taken together is free, but that is no news
+    program.run("keep 0, a=s0:40, b=s1:40, a>s0, b>s1, c=s2:50 @0, sync s2 =96")
+    rig.free(rig.allocate(other, MiB, stream), stream)
+    assert rig.executed(stream)
+    value(rig.raw.cuStreamSynchronize(stream))
+    assert rig.reserved(program.pool) == 64 * MiB
+    program.run("d=s0:40, e=s1:40, d>s0, e>s1, f=s2:50, sync s2 =160")
+    value(rig.raw.cuMemPoolDestroy(other))
+    program.run("sync s2 =128")
 
 
 def order_of(rig: Rig, pool: Any, *streams: Any) -> list[int]:

@@ -208,18 +208,16 @@ class TestAddressRange:
             assert said(rig.raw.cuMemGetAddressRange(pointer)) == "NOT_FOUND"
 
 
-class TestWithoutAContext:
+def test_frees_without_a_context(rig: Rig, pages: int) -> None:
     """Memory is given back also by a thread that has none."""
+    raw, device, host = rig.raw, int(value(rig.raw.cuMemAlloc(64))), int(value(rig.raw.cuMemHostAlloc(64, 0)))
+    value(raw.cuMemHostRegister(pages, 8192, 0))
 
-    def test_frees(self, rig: Rig, pages: int) -> None:
-        raw, device, host = rig.raw, int(value(rig.raw.cuMemAlloc(64))), int(value(rig.raw.cuMemHostAlloc(64, 0)))
-        value(raw.cuMemHostRegister(pages, 8192, 0))
+    def free() -> None:
+        answers = [raw.cuMemFree(device), raw.cuMemFree(0), raw.cuMemFreeHost(host), raw.cuMemHostUnregister(pages)]
+        assert [said(one) for one in answers] == ["SUCCESS"] * 4
 
-        def free() -> None:
-            answers = [raw.cuMemFree(device), raw.cuMemFree(0), raw.cuMemFreeHost(host), raw.cuMemHostUnregister(pages)]
-            assert [said(one) for one in answers] == ["SUCCESS"] * 4
-
-        in_threads(free)
+    in_threads(free)
 
 
 def test_registering_looks_at_the_whole_range(rig: Rig, pages: int) -> None:

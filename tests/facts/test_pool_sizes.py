@@ -38,19 +38,18 @@ class TestAllocation:
         assert free - 1024 * MiB < reserved <= free
 
 
-class TestFree:
-    def test_answers(self, rig: Rig) -> None:
-        raw, pool, stream = rig.raw, rig.pool(UINT64_MAX), rig.stream()
-        first, second = int(rig.allocate(pool, 4096, stream)), rig.allocate(pool, 1, stream)
-        for address, on, expected in (
-            (0, stream, "SUCCESS"),
-            (12345, stream, "INVALID_VALUE"),
-            (first + 512, stream, "INVALID_VALUE"),
-            (first, stream, "SUCCESS"),
-            (first, stream, "INVALID_VALUE"),
-            (second, 0, "SUCCESS"),  # the legacy stream
-        ):
-            assert said(raw.cuMemFreeAsync(address, on)) == expected
+def test_answers_to_frees(rig: Rig) -> None:
+    raw, pool, stream = rig.raw, rig.pool(UINT64_MAX), rig.stream()
+    first, second = int(rig.allocate(pool, 4096, stream)), rig.allocate(pool, 1, stream)
+    for address, on, expected in (
+        (0, stream, "SUCCESS"),
+        (12345, stream, "INVALID_VALUE"),
+        (first + 512, stream, "INVALID_VALUE"),
+        (first, stream, "SUCCESS"),
+        (first, stream, "INVALID_VALUE"),
+        (second, 0, "SUCCESS"),  # the legacy stream
+    ):
+        assert said(raw.cuMemFreeAsync(address, on)) == expected
 
 
 STEPS = {32: (1, MiB, 2 * MiB, 2 * MiB + 1, 32 * MiB), 64: (32 * MiB + 1, 64 * MiB), 128: (100 * MiB,)}

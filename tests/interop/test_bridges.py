@@ -366,20 +366,19 @@ class TestOrder:
         assert buffer.freed and pool.statistics().used == 0
 
 
-class TestOutOfMemory:
-    @pytest.mark.parametrize("callbacks", [False, True], ids=["handles", "callbacks"])
-    def test_is_the_library_s_own_error(self, library: Library, device: sa.Device, callbacks: bool) -> None:
-        with sa.MemoryPool(device, max_size=64 * MiB, release_threshold=KEEP) as pool:
-            bridge = library.use(pool, callbacks=callbacks)
-            kept = library.make(N)
-            with pytest.raises(library.ends_with):
-                library.make(512 * MiB)
-            # It goes on afterwards.
-            library.fill(kept, 5)
-            other = library.make(N)
-            assert library.holds(kept, 5)
-            del kept, other
-            ended(library, bridge, device)
+@pytest.mark.parametrize("callbacks", [False, True], ids=["handles", "callbacks"])
+def test_out_of_memory_is_the_library_s_own_error(library: Library, device: sa.Device, callbacks: bool) -> None:
+    with sa.MemoryPool(device, max_size=64 * MiB, release_threshold=KEEP) as pool:
+        bridge = library.use(pool, callbacks=callbacks)
+        kept = library.make(N)
+        with pytest.raises(library.ends_with):
+            library.make(512 * MiB)
+        # It goes on afterwards.
+        library.fill(kept, 5)
+        other = library.make(N)
+        assert library.holds(kept, 5)
+        del kept, other
+        ended(library, bridge, device)
 
 
 class Broken:
@@ -642,38 +641,37 @@ class TestCaptures:
             library.finish(bridge)
 
 
-class TestThreads:
-    def test_that_allocate_while_others_drop(
-        self, library: Library, pool: sa.MemoryPool, device: sa.Device, watchdog: None
-    ) -> None:
-        bridge = library.use(pool, callbacks=True)
-        if library.name == "torch":
-            bridge.stop()  # it is for this thread
-        end = time.monotonic() + 0.3
-        errors: list[BaseException] = []
-        counts = itertools.count()
+def test_threads_that_allocate_while_others_drop(
+    library: Library, pool: sa.MemoryPool, device: sa.Device, watchdog: None
+) -> None:
+    bridge = library.use(pool, callbacks=True)
+    if library.name == "torch":
+        bridge.stop()  # it is for this thread
+    end = time.monotonic() + 0.3
+    errors: list[BaseException] = []
+    counts = itertools.count()
 
-        def work() -> None:
-            try:
-                with device.current(), library.routed(bridge):
-                    stream = library.stream()
-                    kept: list[Any] = []
-                    while time.monotonic() < end:
-                        kept.append(library.make((1 + next(counts) % 5) * 300_000, stream))
-                        if len(kept) > 8:
-                            del kept[::2]
-            except BaseException as error:
-                errors.append(error)
+    def work() -> None:
+        try:
+            with device.current(), library.routed(bridge):
+                stream = library.stream()
+                kept: list[Any] = []
+                while time.monotonic() < end:
+                    kept.append(library.make((1 + next(counts) % 5) * 300_000, stream))
+                    if len(kept) > 8:
+                        del kept[::2]
+        except BaseException as error:
+            errors.append(error)
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-        ended(library, bridge, device)
-        device.synchronize()
-        assert used(pool) == 0
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    ended(library, bridge, device)
+    device.synchronize()
+    assert used(pool) == 0
 
 
 LIVE = """

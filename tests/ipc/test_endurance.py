@@ -30,26 +30,25 @@ def unfinished(device: sa.Device) -> list[str]:
     return [type(item).__name__ for item in items if not isinstance(item, PoolEnd)]
 
 
-class TestThreadsAndTheCollector:
-    @pytest.mark.usefixtures("collecting")
-    def test_twelve_that_share_and_drop(self, pool: sa.MemoryPool, device: sa.Device) -> None:
-        """Shared buffers in garbage cycles: their finalisers run anywhere, also where locks are held."""
+@pytest.mark.usefixtures("collecting")
+def test_twelve_threads_that_share_and_drop(pool: sa.MemoryPool, device: sa.Device) -> None:
+    """Shared buffers in garbage cycles: their finalisers run anywhere, also where locks are held."""
 
-        def run(number: int) -> None:
-            with device.create_stream() as stream:
-                for turn in range(150):
-                    buffer = pool.allocate(SIZE, stream)
-                    shared = ipc.share(buffer, hold=turn % 3 == 0)
-                    cycle: list[Any] = [buffer, shared]
-                    cycle.append(cycle)
-                    del buffer, shared, cycle
-                    if turn % 5 == number % 5:
-                        stream.synchronize()
+    def run(number: int) -> None:
+        with device.create_stream() as stream:
+            for turn in range(150):
+                buffer = pool.allocate(SIZE, stream)
+                shared = ipc.share(buffer, hold=turn % 3 == 0)
+                cycle: list[Any] = [buffer, shared]
+                cycle.append(cycle)
+                del buffer, shared, cycle
+                if turn % 5 == number % 5:
+                    stream.synchronize()
 
-        assert at_once(12, run) == []
-        gc.collect()
-        assert eventually(lambda: pool.statistics().used == 0)
-        assert eventually(lambda: not unfinished(device)), unfinished(device)
+    assert at_once(12, run) == []
+    gc.collect()
+    assert eventually(lambda: pool.statistics().used == 0)
+    assert eventually(lambda: not unfinished(device)), unfinished(device)
 
 
 class TestALongLife:

@@ -69,38 +69,36 @@ def buffer(device: sa.Device, stream: sa.Stream) -> Iterator[vmm.GrowableBuffer]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-class TestEveryKind:
-    def test_pattern_both_ways(self, make: Any, stream: sa.Stream, partner: Partner, kind: Callable[..., Made]) -> None:
-        """The descriptor's bytes are enough, once the contents are there."""
-        thing = make(kind)
-        filled(thing, 1, stream)
-        stream.synchronize()
-        shared = ipc.share(thing, stream)
-        described = shared.descriptor
-        assert described.handle_type == FABRIC
-        assert [len(chunk.fabric) for chunk in described.chunks] == [HANDLE_BYTES] * len(described.chunks)
-        assert len({chunk.fabric for chunk in described.chunks}) == len(described.chunks)
-        assert set(shared.handles) == {described.control_block}
-        opened = partner.open(shared, fds=())
-        assert (opened.kind, opened.nbytes) == ("ImportedRange", thing.nbytes)
-        assert opened.shows(1)
-        opened.write(2)
-        assert shows(thing, 2)
-        opened.close()
+def test_pattern_both_ways(make: Any, stream: sa.Stream, partner: Partner, kind: Callable[..., Made]) -> None:
+    """The descriptor's bytes are enough, once the contents are there."""
+    thing = make(kind)
+    filled(thing, 1, stream)
+    stream.synchronize()
+    shared = ipc.share(thing, stream)
+    described = shared.descriptor
+    assert described.handle_type == FABRIC
+    assert [len(chunk.fabric) for chunk in described.chunks] == [HANDLE_BYTES] * len(described.chunks)
+    assert len({chunk.fabric for chunk in described.chunks}) == len(described.chunks)
+    assert set(shared.handles) == {described.control_block}
+    opened = partner.open(shared, fds=())
+    assert (opened.kind, opened.nbytes) == ("ImportedRange", thing.nbytes)
+    assert opened.shows(1)
+    opened.write(2)
+    assert shows(thing, 2)
+    opened.close()
 
 
-class TestPhysicalMemory:
-    def test_opened_and_mapped(self, device: sa.Device, partner: Partner) -> None:
-        range_, (physical,) = several_chunks(device, 2 * PAGE)
-        with range_, physical:
-            filled(range_.mappings[0], 3)
-            device.synchronize()
-            shared = ipc.share(physical)
-            assert shared.handles == {} and shared.descriptor.control_block == NOTHING
-            opened = partner.open(shared, "memory")
-            assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
-            assert partner.run(map_and_see, "memory", 3)
-        assert partner.run(map_and_see, "memory", 3)  # it outlives what its owner has of it
+def test_physical_memory_is_opened_and_mapped(device: sa.Device, partner: Partner) -> None:
+    range_, (physical,) = several_chunks(device, 2 * PAGE)
+    with range_, physical:
+        filled(range_.mappings[0], 3)
+        device.synchronize()
+        shared = ipc.share(physical)
+        assert shared.handles == {} and shared.descriptor.control_block == NOTHING
+        opened = partner.open(shared, "memory")
+        assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
+        assert partner.run(map_and_see, "memory", 3)
+    assert partner.run(map_and_see, "memory", 3)  # it outlives what its owner has of it
 
 
 class TestHandleType:
@@ -199,19 +197,18 @@ def _make_held(there: There) -> None:
     buffer.fill(1)
 
 
-class TestGrowableBuffer:
-    def test_by_either_handles(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
-        """It is one object in the importer, whose pieces stay where they are."""
-        by_descriptors = ipc.share(buffer, handle_type=POSIX)
-        by_bytes = ipc.share(buffer, handle_type=FABRIC)
-        assert [chunk[:2] for chunk in by_bytes.descriptor.chunks] == list(
-            chunk[:2] for chunk in by_descriptors.descriptor.chunks
-        )
-        first = partner.open(by_descriptors, "first")
-        partner.run(hold)  # unmapping would wait for this
-        second = partner.open(by_bytes, "second")
-        assert partner.run(same, "first", "second") and first.address == second.address
-        partner.run(release)
+def test_a_growable_buffer_by_either_handles(buffer: vmm.GrowableBuffer, partner: Partner) -> None:
+    """It is one object in the importer, whose pieces stay where they are."""
+    by_descriptors = ipc.share(buffer, handle_type=POSIX)
+    by_bytes = ipc.share(buffer, handle_type=FABRIC)
+    assert [chunk[:2] for chunk in by_bytes.descriptor.chunks] == list(
+        chunk[:2] for chunk in by_descriptors.descriptor.chunks
+    )
+    first = partner.open(by_descriptors, "first")
+    partner.run(hold)  # unmapping would wait for this
+    second = partner.open(by_bytes, "second")
+    assert partner.run(same, "first", "second") and first.address == second.address
+    partner.run(release)
 
 
 class TestAnotherMachine:
@@ -233,11 +230,10 @@ class TestAnotherMachine:
             ipc.open(shared.descriptor._replace(device=OTHER).to_bytes(), again(shared.fds), stream=stream)
 
 
-class TestWays:
-    def test_through_multiprocessing(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
-        with vmm.GrowableBuffer(device, 64 * MiB, MiB, handle_types=FABRIC, stream=stream) as buffer:
-            filled(buffer, 7)
-            assert partner.run(_unpickled, bytes(ForkingPickler.dumps(buffer)), 7)
+def test_through_multiprocessing(device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
+    with vmm.GrowableBuffer(device, 64 * MiB, MiB, handle_types=FABRIC, stream=stream) as buffer:
+        filled(buffer, 7)
+        assert partner.run(_unpickled, bytes(ForkingPickler.dumps(buffer)), 7)
 
 
 def _unpickled(there: There, data: bytes, seed: int) -> bool:

@@ -54,19 +54,18 @@ def _with_driver(_: None, target: Callable[..., None], *args: Any) -> None:
     target(*args)
 
 
-class TestLifetime:
-    def test_the_sender_ends_first(self, run: Callable[..., Any], context: Any, stream: sa.Stream) -> None:
-        """Opened objects stay; the others are refused with a reason."""
-        here, there = context.Pipe()
-        process = run(_send_two_and_wait, there)
-        opened = received(here)
-        late = here.recv_bytes()
-        here.send("end")
-        process.join(SECONDS)
-        with pytest.raises((OSError, ValueError), match=r"ended|closed"):
-            pickle.loads(late)
-        assert shows(opened, 7)
-        opened.close()
+def test_the_sender_ends_first(run: Callable[..., Any], context: Any, stream: sa.Stream) -> None:
+    """Opened objects stay; the others are refused with a reason."""
+    here, there = context.Pipe()
+    process = run(_send_two_and_wait, there)
+    opened = received(here)
+    late = here.recv_bytes()
+    here.send("end")
+    process.join(SECONDS)
+    with pytest.raises((OSError, ValueError), match=r"ended|closed"):
+        pickle.loads(late)
+    assert shows(opened, 7)
+    opened.close()
 
 
 def _send_two_and_wait(connection: Any) -> None:
@@ -80,28 +79,27 @@ def _send_two_and_wait(connection: Any) -> None:
         second.free(still_imported="ignore")
 
 
-class TestOrder:
-    @pytest.mark.parametrize("kind", ["Queue", "Pipe", "argument"])
-    def test_any_stream_of_the_receiver_s_waits(
-        self, run: Callable[..., Any], context: Any, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate, kind: str
-    ) -> None:
-        here, there = context.Pipe()
-        buffer = pool.allocate(SIZE, stream)
-        buffer.fill(1)
-        stream.synchronize()
-        gate.hold(stream)
-        buffer.fill(2)
-        if kind == "argument":
-            run(_read_on_its_own, there, buffer)
-        else:
-            queue = there if kind == "Pipe" else getattr(context, kind)()
-            run(_read_on_its_own, there, queue)
-            (here.send if kind == "Pipe" else queue.put)(buffer)
-        assert received(here) == "has it"
-        assert not here.poll(0.05)
-        gate.open()
-        assert received(here) == [2]
-        buffer.free()
+@pytest.mark.parametrize("kind", ["Queue", "Pipe", "argument"])
+def test_any_stream_of_the_receiver_s_waits(
+    run: Callable[..., Any], context: Any, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate, kind: str
+) -> None:
+    here, there = context.Pipe()
+    buffer = pool.allocate(SIZE, stream)
+    buffer.fill(1)
+    stream.synchronize()
+    gate.hold(stream)
+    buffer.fill(2)
+    if kind == "argument":
+        run(_read_on_its_own, there, buffer)
+    else:
+        queue = there if kind == "Pipe" else getattr(context, kind)()
+        run(_read_on_its_own, there, queue)
+        (here.send if kind == "Pipe" else queue.put)(buffer)
+    assert received(here) == "has it"
+    assert not here.poll(0.05)
+    gate.open()
+    assert received(here) == [2]
+    buffer.free()
 
 
 def _read_on_its_own(connection: Any, source: Any) -> None:
@@ -372,19 +370,16 @@ def _take(_: None, pool: Any = None) -> None:
     assert pool is None or type(pool).__name__ == "ImportedPool"
 
 
-class TestChannels:
-    """The same with ipc.send and ipc.receive, to a process that got its end as an argument."""
-
-    def test_memory_of_many_chunks(self, device: sa.Device, stream: sa.Stream) -> None:
-        """More handles than one message carries."""
-        mine, theirs = ipc.Channel.pair()
-        with (
-            mine,
-            theirs,
-            vmm.GrowableBuffer(device, 400 * MiB, 300 * MiB, handle_types=POSIX, chunk=PAGE, stream=stream) as buffer,
-        ):
-            for at in range(0, 300, 7):
-                buffer[at * MiB : at * MiB + 4096].fill(at % 256)
-            ipc.send(mine, buffer, timeout=SECONDS)
-            with ipc.receive(theirs, stream=stream, timeout=SECONDS) as opened:
-                assert all(holds(opened[at * MiB : at * MiB + 4096], at % 256) for at in range(0, 300, 7))
+def test_memory_of_many_chunks(device: sa.Device, stream: sa.Stream) -> None:
+    """More handles than one message of a channel carries."""
+    mine, theirs = ipc.Channel.pair()
+    with (
+        mine,
+        theirs,
+        vmm.GrowableBuffer(device, 400 * MiB, 300 * MiB, handle_types=POSIX, chunk=PAGE, stream=stream) as buffer,
+    ):
+        for at in range(0, 300, 7):
+            buffer[at * MiB : at * MiB + 4096].fill(at % 256)
+        ipc.send(mine, buffer, timeout=SECONDS)
+        with ipc.receive(theirs, stream=stream, timeout=SECONDS) as opened:
+            assert all(holds(opened[at * MiB : at * MiB + 4096], at % 256) for at in range(0, 300, 7))

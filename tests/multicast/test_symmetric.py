@@ -406,27 +406,26 @@ class TestArguments:
 
 
 @pytest.mark.gpus(2)
-class TestTheEnd:
-    @pytest.mark.simulated_only("a device that is slow to answer")
-    def test_abandoned_in_time_where_nothing_gets_through(self, machine: Any) -> None:
-        stuck, free = threading.Event(), threading.Event()
+@pytest.mark.simulated_only("a device that is slow to answer")
+def test_abandoned_in_time_where_nothing_gets_through(machine: Any) -> None:
+    stuck, free = threading.Event(), threading.Event()
 
-        def synchronize(stream: Any) -> Any:
-            if stuck.is_set():
-                free.wait(10)
-            return machine.cuStreamSynchronize(stream)
+    def synchronize(stream: Any) -> Any:
+        if stuck.is_set():
+            free.wait(10)
+        return machine.cuStreamSynchronize(stream)
 
-        slow: Any = Replaced(machine, cuStreamSynchronize=synchronize)
-        devices = sa.Device.all(slow)
-        memory = SymmetricMemory.local(devices, 100)
-        with devices[0].create_stream() as stream:
-            memory.wait_signal(1, stream)
-            stuck.set()
-            with pytest.raises(TimeoutError):
-                memory.abandon(0.2)
-            stuck.clear()
-            free.set()
-            memory.abandon()
+    slow: Any = Replaced(machine, cuStreamSynchronize=synchronize)
+    devices = sa.Device.all(slow)
+    memory = SymmetricMemory.local(devices, 100)
+    with devices[0].create_stream() as stream:
+        memory.wait_signal(1, stream)
+        stuck.set()
+        with pytest.raises(TimeoutError):
+            memory.abandon(0.2)
+        stuck.clear()
+        free.set()
+        memory.abandon()
 
 
 def test_the_current_context_says_which_device(machine: Any, device: sa.Device) -> None:

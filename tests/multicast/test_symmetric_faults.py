@@ -124,15 +124,14 @@ def test_the_exchange_fails(crew: Crew, who: int) -> None:
     assert crew.left == [{}] * SIZE
 
 
-class TestSeveral:
-    def test_ranks_fail_at_once(self, crew: Crew) -> None:
-        for who in (3, 1):
-            crew.ranks[who].fail("cuMemMap", 3)
-        outcomes = crew.outcomes(lambda rank: rank.memory())
-        assert {(error.rank, error.step) for error in outcomes} == {(1, "map")}
-        for rank in crew.ranks:
-            rank.fail("")
-        crew.run(use)
+def test_several_ranks_fail_at_once(crew: Crew) -> None:
+    for who in (3, 1):
+        crew.ranks[who].fail("cuMemMap", 3)
+    outcomes = crew.outcomes(lambda rank: rank.memory())
+    assert {(error.rank, error.step) for error in outcomes} == {(1, "map")}
+    for rank in crew.ranks:
+        rank.fail("")
+    crew.run(use)
 
 
 def test_a_rank_that_fails_ends_the_step_of_its_process() -> None:
@@ -153,27 +152,26 @@ def test_an_attribute_that_the_driver_lacks(machine: Any, result: str) -> None:
     assert steps._has(device, "MULTICAST_SUPPORTED") is False
 
 
-class TestInterrupts:
-    def test_are_told_to_the_others(self, crew: Crew) -> None:
-        def interrupted(rank: Rank) -> SymmetricMemory:
-            if rank.number == 2:
-                driver: Any = rank.driver
-                wrapped = driver.cuMemSetAccess
+def test_interrupts_are_told_to_the_others(crew: Crew) -> None:
+    def interrupted(rank: Rank) -> SymmetricMemory:
+        if rank.number == 2:
+            driver: Any = rank.driver
+            wrapped = driver.cuMemSetAccess
 
-                def once(*args: Any) -> Any:
-                    driver.cuMemSetAccess = wrapped
-                    raise KeyboardInterrupt
+            def once(*args: Any) -> Any:
+                driver.cuMemSetAccess = wrapped
+                raise KeyboardInterrupt
 
-                driver.cuMemSetAccess = once
-            return rank.memory(multicast=True)
+            driver.cuMemSetAccess = once
+        return rank.memory(multicast=True)
 
-        outcomes = crew.outcomes(interrupted)
-        assert type(outcomes.pop(2)) is KeyboardInterrupt
-        for error in outcomes:
-            assert (error.rank, error.step) == (2, "access") and "KeyboardInterrupt" in error.reason
-        del outcomes, error
-        assert crew.left == [{}] * SIZE
-        crew.run(use)
+    outcomes = crew.outcomes(interrupted)
+    assert type(outcomes.pop(2)) is KeyboardInterrupt
+    for error in outcomes:
+        assert (error.rank, error.step) == (2, "access") and "KeyboardInterrupt" in error.reason
+    del outcomes, error
+    assert crew.left == [{}] * SIZE
+    crew.run(use)
 
 
 class TestGroups:

@@ -100,16 +100,15 @@ def _closed(memory: SymmetricMemory) -> Any:
     return Told
 
 
-class TestMulticastView:
-    def test_signal_pads_are_in_it(self) -> None:
-        devices = sa.Device.all(sd.simulated(devices=3))
-        with SymmetricMemory.local(devices, 100) as memory:
-            stream = devices[1].create_stream()
-            assert memory.multicast_address is not None
-            multimem_st(stream, memory.multicast_address + memory.signal_offset + 8, np.array([5, 6], np.uint32))
-            stream.synchronize()
-            for pad in memory.signal_pads:
-                assert read(pad[:20]).view(np.uint32).tolist() == [0, 0, 5, 6, 0]
+def test_signal_pads_are_in_the_multicast_view() -> None:
+    devices = sa.Device.all(sd.simulated(devices=3))
+    with SymmetricMemory.local(devices, 100) as memory:
+        stream = devices[1].create_stream()
+        assert memory.multicast_address is not None
+        multimem_st(stream, memory.multicast_address + memory.signal_offset + 8, np.array([5, 6], np.uint32))
+        stream.synchronize()
+        for pad in memory.signal_pads:
+            assert read(pad[:20]).view(np.uint32).tolist() == [0, 0, 5, 6, 0]
 
 
 class TestBarrier:

@@ -154,10 +154,9 @@ class TestTerminal:
             assert "0.0 MiB of 32.0 MiB" in html and "32.0 MiB of 128.0 MiB" in html
 
 
-class TestNotebook:
-    def test_updates_one_output(self, notebook: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with live(pool, every=0.005), pool.allocate(5 * MiB, stream):
-            until(lambda: bool(notebook.shown) and "5.0 MiB of 32.0 MiB" in notebook.shown[-1])
+def test_a_notebook_updates_one_output(notebook: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    with live(pool, every=0.005), pool.allocate(5 * MiB, stream):
+        until(lambda: bool(notebook.shown) and "5.0 MiB of 32.0 MiB" in notebook.shown[-1])
 
 
 def test_arguments(pool: sa.MemoryPool) -> None:

@@ -326,22 +326,19 @@ class TestStreams:
                 found.clear()
 
 
-class TestMappingWatchers:
-    @pytest.mark.parametrize("function", [watch_mappings, unwatch_mappings])
-    def test_none_is_lost(self, function: Any) -> None:
-        session = session_of(sa.Device(0, driver=sd.simulated()))
-        allocations = allocations_of(session)
-        one: Any = object()
-        other: Any = object()
+@pytest.mark.parametrize("function", [watch_mappings, unwatch_mappings])
+def test_no_watcher_of_mappings_is_lost(function: Any) -> None:
+    session = session_of(sa.Device(0, driver=sd.simulated()))
+    allocations = allocations_of(session)
+    one: Any = object()
+    other: Any = object()
 
-        def make() -> None:
-            allocations.watchers = () if function is watch_mappings else (one,)
+    def make() -> None:
+        allocations.watchers = () if function is watch_mappings else (one,)
 
-        left = {one, other} if function is watch_mappings else {other}
-        for _ in interleaved(
-            function, make, lambda _: function(session, one), lambda _: watch_mappings(session, other)
-        ):
-            assert {*allocations.watchers} == left
+    left = {one, other} if function is watch_mappings else {other}
+    for _ in interleaved(function, make, lambda _: function(session, one), lambda _: watch_mappings(session, other)):
+        assert {*allocations.watchers} == left
 
 
 def test_memory_of_a_mapping_becomes_one_object() -> None:

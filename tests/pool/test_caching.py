@@ -512,16 +512,15 @@ class TestLimits:
                 buffer.free()
 
 
-class TestWhere:
-    @pytest.mark.gpus(2)
-    def test_another_device(self, device: sa.Device, peer: sa.Device, stream: sa.Stream) -> None:
-        with sa.MemoryPool(peer) as pool, sa.CachingAllocator(pool) as cache, peer.create_stream() as theirs:
-            for one in (theirs, stream):
-                for _ in range(2):
-                    with cache.allocate(SIZE, one) as buffer:
-                        assert buffer.location == peer.location
-                        assert buffer.device_accessible == (one is theirs)
-            assert cache.statistics().misses == 2
+@pytest.mark.gpus(2)
+def test_on_another_device(device: sa.Device, peer: sa.Device, stream: sa.Stream) -> None:
+    with sa.MemoryPool(peer) as pool, sa.CachingAllocator(pool) as cache, peer.create_stream() as theirs:
+        for one in (theirs, stream):
+            for _ in range(2):
+                with cache.allocate(SIZE, one) as buffer:
+                    assert buffer.location == peer.location
+                    assert buffer.device_accessible == (one is theirs)
+        assert cache.statistics().misses == 2
 
 
 def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:
@@ -542,30 +541,28 @@ def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:
     assert "use before allocation" in {hazard.kind for hazard in driver.hazards}
 
 
-class TestStreamsThatOthersClose:
+@pytest.mark.parametrize("call", ["cuMemFreeAsync", "cuEventRecord", "cuStreamIsCapturing", "cuEventQuery"])
+@pytest.mark.parametrize("where", ["trim", "out of memory"])
+def test_streams_that_others_close_before_each_call(machine: Any, where: str, call: str) -> None:
     """Streams that another thread closes while memory on them is given back: no call gets a handle of theirs."""
-
-    @pytest.mark.parametrize("call", ["cuMemFreeAsync", "cuEventRecord", "cuStreamIsCapturing", "cuEventQuery"])
-    @pytest.mark.parametrize("where", ["trim", "out of memory"])
-    def test_before_each_call(self, machine: Any, where: str, call: str) -> None:
-        driver = Closing(machine, call)
-        device = sa.Device(0, driver=driver)
-        with sa.MemoryPool(device, max_size=GROWTH) as pool, device.create_stream() as stream:
-            cache = sa.CachingAllocator(pool)
-            short = device.create_stream()
-            cache.allocate(SIZE, short).free()
-            cache.allocate(SIZE, stream).free()
-            driver.stream = short
-            if where == "trim":
-                cache.trim()
-            else:
-                with pytest.raises(sa.OutOfMemoryError):
-                    cache.allocate(2 * GROWTH, stream)
-            driver.closer.result()
-            assert short.closed and driver.stream is None
-            assert driver.after == []
-            cache.close()
-            device.synchronize()
+    driver = Closing(machine, call)
+    device = sa.Device(0, driver=driver)
+    with sa.MemoryPool(device, max_size=GROWTH) as pool, device.create_stream() as stream:
+        cache = sa.CachingAllocator(pool)
+        short = device.create_stream()
+        cache.allocate(SIZE, short).free()
+        cache.allocate(SIZE, stream).free()
+        driver.stream = short
+        if where == "trim":
+            cache.trim()
+        else:
+            with pytest.raises(sa.OutOfMemoryError):
+                cache.allocate(2 * GROWTH, stream)
+        driver.closer.result()
+        assert short.closed and driver.stream is None
+        assert driver.after == []
+        cache.close()
+        device.synchronize()
 
 
 class Closing:

@@ -263,30 +263,28 @@ def _answering(machine: Any, answer: Callable[[Any], Any]) -> sa.MemoryPool:
     return sa.MemoryPool(sa.Device(0, driver=driver))
 
 
-class TestStatistics:
-    def test_peaks(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+def test_peaks(pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    with pool.allocate(20 * MiB, stream):
         with pool.allocate(20 * MiB, stream):
-            with pool.allocate(20 * MiB, stream):
-                pass
-            assert pool.statistics() == (2 * GROWTH, 2 * GROWTH, 20 * MiB, 40 * MiB)
-            pool.reset_peaks()
-            assert pool.statistics() == (2 * GROWTH, 2 * GROWTH, 20 * MiB, 20 * MiB)
-        stream.synchronize()
-        pool.trim()
-        assert pool.statistics() == (0, 2 * GROWTH, 0, 20 * MiB)
+            pass
+        assert pool.statistics() == (2 * GROWTH, 2 * GROWTH, 20 * MiB, 40 * MiB)
         pool.reset_peaks()
-        assert pool.statistics() == (0, 0, 0, 0)
+        assert pool.statistics() == (2 * GROWTH, 2 * GROWTH, 20 * MiB, 20 * MiB)
+    stream.synchronize()
+    pool.trim()
+    assert pool.statistics() == (0, 2 * GROWTH, 0, 20 * MiB)
+    pool.reset_peaks()
+    assert pool.statistics() == (0, 0, 0, 0)
 
 
-class TestThreshold:
-    @pytest.mark.parametrize("how", ["stream", "device", "event"])
-    def test_which_synchronisations_count(self, device: sa.Device, stream: sa.Stream, how: str) -> None:
-        with sa.MemoryPool(device) as pool:
-            pool.allocate(MiB, stream).free()
-            event = stream.record()
-            assert executed(stream) and pool.statistics().reserved == GROWTH  # asking is none
-            {"stream": stream.synchronize, "device": device.synchronize, "event": event.synchronize}[how]()
-            assert pool.statistics().reserved == 0
+@pytest.mark.parametrize("how", ["stream", "device", "event"])
+def test_which_synchronisations_count(device: sa.Device, stream: sa.Stream, how: str) -> None:
+    with sa.MemoryPool(device) as pool:
+        pool.allocate(MiB, stream).free()
+        event = stream.record()
+        assert executed(stream) and pool.statistics().reserved == GROWTH  # asking is none
+        {"stream": stream.synchronize, "device": device.synchronize, "event": event.synchronize}[how]()
+        assert pool.statistics().reserved == 0
 
 
 class TestTrim:

@@ -142,28 +142,27 @@ def test_replicas_are_used_by_one_process(kind: type[PlannedCopy], monkeypatch: 
     assert operation.step() == (kind is Update)
 
 
-class TestEvents:
-    @pytest.mark.parametrize("finish", [False, True])
-    def test_each_recording_has_a_number(self, finish: bool) -> None:
-        """The event of a later one does not become that of an earlier one."""
-        numbers: list[int] = []
+@pytest.mark.parametrize("finish", [False, True])
+def test_each_recording_of_an_event_has_a_number(finish: bool) -> None:
+    """The event of a later one does not become that of an earlier one."""
+    numbers: list[int] = []
 
-        def make() -> tuple[SharedEvent, SharedEvent]:
-            fd = os.memfd_create("events")
-            os.truncate(fd, TABLE_BYTES)
-            other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-            numbers.clear()
-            return SharedEvent(EventTable(fd), 0), SharedEvent(EventTable(other), 0)
+    def make() -> tuple[SharedEvent, SharedEvent]:
+        fd = os.memfd_create("events")
+        os.truncate(fd, TABLE_BYTES)
+        other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        numbers.clear()
+        return SharedEvent(EventTable(fd), 0), SharedEvent(EventTable(other), 0)
 
-        def record(which: int) -> Callable[[tuple[SharedEvent, SharedEvent]], object]:
-            if finish:
-                return lambda it: it[which].finish(1 + which * _RING)  # both have one word
-            return lambda it: numbers.append(it[which].begin())
+    def record(which: int) -> Callable[[tuple[SharedEvent, SharedEvent]], object]:
+        if finish:
+            return lambda it: it[which].finish(1 + which * _RING)  # both have one word
+        return lambda it: numbers.append(it[which].begin())
 
-        function: Any = SharedEvent.finish if finish else SharedEvent.begin
-        for events in interleaved(function, make, record(0), record(1)):
-            assert finish or sorted(numbers) == [1, 2]
-            assert not finish or events[0].happened(1 + _RING)
+    function: Any = SharedEvent.finish if finish else SharedEvent.begin
+    for events in interleaved(function, make, record(0), record(1)):
+        assert finish or sorted(numbers) == [1, 2]
+        assert not finish or events[0].happened(1 + _RING)
 
 
 def test_the_runtime_retains_a_context_once() -> None:

@@ -237,32 +237,30 @@ class TestWhatIsNotKnown:
             rig.raw.cuMemsetD8(where, 1, PAGE)
 
 
-class TestAccess:
-    @on(devices=3)
-    def test_a_device_outside_the_team(self, rig: Rig) -> None:
-        team, address = whole(rig, 2)
-        assert rig.set_access(address, PAGE, (DEVICE, 1, READWRITE), (DEVICE, 2, READWRITE)) == "ILLEGAL_STATE"
-        assert rig.get_access(address, id=1) == 0
-        assert team.bind(rig.memory(id=2)) == "INVALID_DEVICE"
+@on(devices=3)
+def test_a_device_outside_the_team(rig: Rig) -> None:
+    team, address = whole(rig, 2)
+    assert rig.set_access(address, PAGE, (DEVICE, 1, READWRITE), (DEVICE, 2, READWRITE)) == "ILLEGAL_STATE"
+    assert rig.get_access(address, id=1) == 0
+    assert team.bind(rig.memory(id=2)) == "INVALID_DEVICE"
 
 
-class TestGraphs:
-    def test_captured_writes_reach_every_device(self, rig: Rig) -> None:
-        team, address = whole(rig)
-        stream, source = rig.stream(), rig.plain(PAGE)
-        value(rig.raw.cuMemsetD8(source, 9, PAGE))
+def test_captured_writes_reach_every_device(rig: Rig) -> None:
+    team, address = whole(rig)
+    stream, source = rig.stream(), rig.plain(PAGE)
+    value(rig.raw.cuMemsetD8(source, 9, PAGE))
+    rig.synchronize()
+    rig.begin_capture(stream)
+    value(rig.raw.cuMemsetD8Async(address, 4, PAGE, stream))
+    value(rig.raw.cuMemcpyAsync(address, source, 2, stream))
+    with pytest.raises(NotImplementedError):
+        rig.raw.cuMemcpyAsync(source, address, 2, stream)
+    executable = rig.instantiate(value(rig.end_capture(stream)))
+    for _ in range(2):
+        value(rig.raw.cuMemsetD8(address, 0, PAGE))
         rig.synchronize()
-        rig.begin_capture(stream)
-        value(rig.raw.cuMemsetD8Async(address, 4, PAGE, stream))
-        value(rig.raw.cuMemcpyAsync(address, source, 2, stream))
-        with pytest.raises(NotImplementedError):
-            rig.raw.cuMemcpyAsync(source, address, 2, stream)
-        executable = rig.instantiate(value(rig.end_capture(stream)))
-        for _ in range(2):
-            value(rig.raw.cuMemsetD8(address, 0, PAGE))
-            rig.synchronize()
-            value(rig.raw.cuGraphLaunch(executable, stream))
-            assert team.read() == [[9, 9, 4, 4]] * 2
+        value(rig.raw.cuGraphLaunch(executable, stream))
+        assert team.read() == [[9, 9, 4, 4]] * 2
 
 
 class Machine:

@@ -281,23 +281,22 @@ class TestOwner:
             group.close()
 
 
-class TestThreads:
-    def test_buffers_come_while_others_are_listed(self, device: sa.Device) -> None:
-        group = vmm.SleepGroup(device)
-        made: list[vmm.VirtualBuffer] = []
+def test_buffers_come_while_others_are_listed(device: sa.Device) -> None:
+    group = vmm.SleepGroup(device)
+    made: list[vmm.VirtualBuffer] = []
 
-        def look() -> None:
-            while len(made) < 64:
-                assert len(group.buffers) <= 64 and group.mapped_bytes >= 0
+    def look() -> None:
+        while len(made) < 64:
+            assert len(group.buffers) <= 64 and group.mapped_bytes >= 0
 
-        def make() -> None:
-            for _ in range(64):
-                made.append(group.allocate(0))
+    def make() -> None:
+        for _ in range(64):
+            made.append(group.allocate(0))
 
-        in_threads(look, make)
-        for buffer in made:
-            buffer.close()
-        group.close()
+    in_threads(look, make)
+    for buffer in made:
+        buffer.close()
+    group.close()
 
 
 @pytest.mark.simulated_only("takes all memory of the device")

@@ -128,30 +128,28 @@ class TestWithBackup:
         buffer.close()
 
 
-class TestAccess:
-    @pytest.mark.gpus(2)
-    @pytest.mark.parametrize("flags", [READ, READWRITE])
-    def test_of_peers(self, device: sa.Device, peer: sa.Device, host: sa.MemoryPool, flags: sa.MemAccess) -> None:
-        with vmm.GrowableBuffer(device, 4 * PAGE, SIZE, access={peer: flags}, chunk=PAGE) as buffer:
-            data = write(buffer, pattern(SIZE))
-            buffer.evict(host)
-            assert peer.memory_info().total
-            buffer.restore()
-            device.synchronize()
-            assert [mapping.access(peer) for mapping in buffer.mappings] == 3 * [flags]
-            assert [mapping.access(device) for mapping in buffer.mappings] == 3 * [READWRITE]
-            with peer.create_stream() as theirs, vmm.GrowableBuffer(peer, SIZE, SIZE, stream=theirs) as copy:
-                copy.copy_from(buffer)
-                assert same(copy, data)
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("flags", [READ, READWRITE])
+def test_access_of_peers(device: sa.Device, peer: sa.Device, host: sa.MemoryPool, flags: sa.MemAccess) -> None:
+    with vmm.GrowableBuffer(device, 4 * PAGE, SIZE, access={peer: flags}, chunk=PAGE) as buffer:
+        data = write(buffer, pattern(SIZE))
+        buffer.evict(host)
+        assert peer.memory_info().total
+        buffer.restore()
+        device.synchronize()
+        assert [mapping.access(peer) for mapping in buffer.mappings] == 3 * [flags]
+        assert [mapping.access(device) for mapping in buffer.mappings] == 3 * [READWRITE]
+        with peer.create_stream() as theirs, vmm.GrowableBuffer(peer, SIZE, SIZE, stream=theirs) as copy:
+            copy.copy_from(buffer)
+            assert same(copy, data)
 
 
-class TestClose:
-    def test_leaves_a_backup_of_somebody_else(self, device: sa.Device, host: sa.MemoryPool, stream: sa.Stream) -> None:
-        with host.allocate(PAGE, stream) as backup:
-            with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
-                data = write(buffer, pattern(PAGE))
-                buffer.evict(backup)
-            assert not backup.freed and np.array_equal(backup.as_array(), data)
+def test_a_close_leaves_a_backup_of_somebody_else(device: sa.Device, host: sa.MemoryPool, stream: sa.Stream) -> None:
+    with host.allocate(PAGE, stream) as backup:
+        with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
+            data = write(buffer, pattern(PAGE))
+            buffer.evict(backup)
+        assert not backup.freed and np.array_equal(backup.as_array(), data)
 
 
 class TestCapture:
@@ -182,38 +180,37 @@ class TestCapture:
         assert same(buffer, data)
 
 
-class TestOutOfMemory:
-    @pytest.mark.simulated_only("takes all memory of the device")
-    @pytest.mark.parametrize("room", [0, 1, 2])
-    def test_in_the_middle_of_a_restore(self, room: int) -> None:
-        """It stays evicted, with the whole backup, and takes nothing; later it can be restored."""
-        machine: Any = sd.simulated(memory=16 * PAGE)
-        account = Account(machine)
-        device = account.device
-        with sa.MemoryPool(HOST, driver=account.driver) as host:
-            host.set_access(device, READWRITE)
-            with vmm.GrowableBuffer(device, 8 * PAGE, SIZE, chunk=PAGE) as buffer:
-                data, address = write(buffer, pattern(SIZE)), buffer.address
-                buffer.evict(host)
-                others = [vmm.PhysicalMemory(device, PAGE) for _ in range(16 - room)]
-                for _ in range(2):
-                    with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted") as caught:
-                        buffer.restore()
-                    assert (caught.value.requested, caught.value.free) == (PAGE, 0)
-                    assert device.memory_info().free == room * PAGE
-                    assert buffer.evicted and buffer.mappings == () and buffer.nbytes == SIZE
-                    assert buffer.eviction is not None and buffer.eviction.nbytes == MAPPED
-                    kept = np.empty(SIZE, np.uint8)
-                    assert buffer.eviction.saved is not None
-                    buffer.eviction.saved.read(0, kept)
-                    assert np.array_equal(kept, data)
-                for other in others[: 3 - room]:
-                    other.close()
-                buffer.restore()
-                buffer.stream.synchronize()
-                assert buffer.address == address and same(buffer, data)
-                assert host.statistics().used == 0
-                for other in others:
-                    other.close()
-        del host
-        assert account.left == {} and device.memory_info().free == 16 * PAGE
+@pytest.mark.simulated_only("takes all memory of the device")
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_out_of_memory_in_the_middle_of_a_restore(room: int) -> None:
+    """It stays evicted, with the whole backup, and takes nothing; later it can be restored."""
+    machine: Any = sd.simulated(memory=16 * PAGE)
+    account = Account(machine)
+    device = account.device
+    with sa.MemoryPool(HOST, driver=account.driver) as host:
+        host.set_access(device, READWRITE)
+        with vmm.GrowableBuffer(device, 8 * PAGE, SIZE, chunk=PAGE) as buffer:
+            data, address = write(buffer, pattern(SIZE)), buffer.address
+            buffer.evict(host)
+            others = [vmm.PhysicalMemory(device, PAGE) for _ in range(16 - room)]
+            for _ in range(2):
+                with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted") as caught:
+                    buffer.restore()
+                assert (caught.value.requested, caught.value.free) == (PAGE, 0)
+                assert device.memory_info().free == room * PAGE
+                assert buffer.evicted and buffer.mappings == () and buffer.nbytes == SIZE
+                assert buffer.eviction is not None and buffer.eviction.nbytes == MAPPED
+                kept = np.empty(SIZE, np.uint8)
+                assert buffer.eviction.saved is not None
+                buffer.eviction.saved.read(0, kept)
+                assert np.array_equal(kept, data)
+            for other in others[: 3 - room]:
+                other.close()
+            buffer.restore()
+            buffer.stream.synchronize()
+            assert buffer.address == address and same(buffer, data)
+            assert host.statistics().used == 0
+            for other in others:
+                other.close()
+    del host
+    assert account.left == {} and device.memory_info().free == 16 * PAGE

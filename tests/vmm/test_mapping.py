@@ -193,15 +193,14 @@ class TestHostMemory:
                 unmapped.copy_to(np.zeros(unmapped.nbytes, np.uint8))
 
 
-class TestInterchange:
-    @pytest.mark.parametrize(("who", "kind"), [("host", 1), ("both", 3)])
-    def test_dlpack_of_the_host(self, device: sa.Device, pages: vmm.AddressRange, who: str, kind: int) -> None:
-        with vmm.PhysicalMemory(HOST, PAGE) as host:
-            mapping = pages.map(host, access=HOST if who == "host" else [HOST, device])
-            assert mapping.__dlpack_device__() == (kind, 0)
-            mapping.as_array()[:] = 7
-            array = np.from_dlpack(mapping)
-            assert array.ctypes.data == mapping.address and (array == 7).all()
+@pytest.mark.parametrize(("who", "kind"), [("host", 1), ("both", 3)])
+def test_dlpack_of_the_host(device: sa.Device, pages: vmm.AddressRange, who: str, kind: int) -> None:
+    with vmm.PhysicalMemory(HOST, PAGE) as host:
+        mapping = pages.map(host, access=HOST if who == "host" else [HOST, device])
+        assert mapping.__dlpack_device__() == (kind, 0)
+        mapping.as_array()[:] = 7
+        array = np.from_dlpack(mapping)
+        assert array.ctypes.data == mapping.address and (array == 7).all()
 
 
 # -- access to mappings: granting, lowering and revoking, all or nothing, and the work that comes before --------------
@@ -395,25 +394,24 @@ class TestPart:
             whole.fill(1)
 
 
-class TestReadOnly:
-    def test_reads_and_does_not_write(self, device: sa.Device, bare: vmm.AddressRange) -> None:
-        one, two, _ = bare.mappings
-        for mapping in (one, two):
-            mapping.set_access(device)
-            mapping.fill(7)
-        one.set_access(device, READ)
-        two.copy_from(one)
-        each_raises(
-            sa.InvalidValueError,
-            lambda: one.fill(1),
-            lambda: one.copy_from(two),
-            lambda: one[8:12].fill(1, width=4),
-            match=f"{device.location} may only read",
-        )
-        assert holds(one, 7)
-        one.set_access(device)
-        one.fill(8)
-        assert holds(one, 8)
+def test_a_read_only_mapping_is_read_and_not_written(device: sa.Device, bare: vmm.AddressRange) -> None:
+    one, two, _ = bare.mappings
+    for mapping in (one, two):
+        mapping.set_access(device)
+        mapping.fill(7)
+    one.set_access(device, READ)
+    two.copy_from(one)
+    each_raises(
+        sa.InvalidValueError,
+        lambda: one.fill(1),
+        lambda: one.copy_from(two),
+        lambda: one[8:12].fill(1, width=4),
+        match=f"{device.location} may only read",
+    )
+    assert holds(one, 7)
+    one.set_access(device)
+    one.fill(8)
+    assert holds(one, 8)
 
 
 class TestWaiting:

@@ -161,18 +161,17 @@ class TestOptions:
         vmm.PhysicalMemory(NUMA, PAGE, handle_types=FD).close()
 
 
-class TestLife:
-    def test_stays_while_it_is_mapped(self, account: Account) -> None:
-        device = account.device
-        with vmm.AddressRange(PAGE, driver=account.driver) as addresses:
-            memory = vmm.PhysicalMemory(device, PAGE)
-            mapping = addresses.map(memory, access=device)
-            memory.close()
-            mapping.fill(7)
-            assert holds(mapping, 7)
-            assert mapping.memory is memory and memory.mapping_count == 1
-            mapping.close()
-            assert account.mapped == {} and account.physical_bytes == 0 and memory.mapping_count == 0
+def test_memory_stays_while_it_is_mapped(account: Account) -> None:
+    device = account.device
+    with vmm.AddressRange(PAGE, driver=account.driver) as addresses:
+        memory = vmm.PhysicalMemory(device, PAGE)
+        mapping = addresses.map(memory, access=device)
+        memory.close()
+        mapping.fill(7)
+        assert holds(mapping, 7)
+        assert mapping.memory is memory and memory.mapping_count == 1
+        mapping.close()
+        assert account.mapped == {} and account.physical_bytes == 0 and memory.mapping_count == 0
 
 
 class TestAt:

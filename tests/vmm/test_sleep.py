@@ -213,22 +213,21 @@ class TestMembers:
             vmm.SleepGroup(device, backup=device)  # type: ignore[arg-type]
 
 
-class TestAllOrNothing:
-    def test_a_buffer_that_cannot_sleep(self, device: sa.Device, group: vmm.SleepGroup) -> None:
-        several = buffers(group, "a", "b")
-        shared = vmm.GrowableBuffer(device, 2 * MiB, 2 * MiB, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
-        group.add(shared, "c")
-        memory = shared.mappings[0].memory
-        with memory.export():  # type: ignore[union-attr]
-            pass
-        with pytest.raises(sa.InUseError, match="shared=True"):
-            group.sleep()
-        assert not group.asleep and all(shows(buffer, seed) for seed, buffer in enumerate(several))
-        # Whoever had it has closed it.
-        filled(shared, 9)
-        assert group.sleep(shared=True) == 10 * MiB
-        group.wake()
-        assert shows(shared, 9)
+def test_a_buffer_that_cannot_sleep(device: sa.Device, group: vmm.SleepGroup) -> None:
+    several = buffers(group, "a", "b")
+    shared = vmm.GrowableBuffer(device, 2 * MiB, 2 * MiB, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
+    group.add(shared, "c")
+    memory = shared.mappings[0].memory
+    with memory.export():  # type: ignore[union-attr]
+        pass
+    with pytest.raises(sa.InUseError, match="shared=True"):
+        group.sleep()
+    assert not group.asleep and all(shows(buffer, seed) for seed, buffer in enumerate(several))
+    # Whoever had it has closed it.
+    filled(shared, 9)
+    assert group.sleep(shared=True) == 10 * MiB
+    group.wake()
+    assert shows(shared, 9)
 
 
 def test_a_misspelt_tag_loses_no_bytes(device: sa.Device) -> None:

@@ -328,44 +328,42 @@ class TestMipmaps:
         each_raises(TypeError, lambda: texture.mapped_tiles(layer=None), match="layer must be")  # type: ignore[arg-type]
 
 
-class TestExhaustion:
-    def test_too_few_tiles(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
-        with (
-            vmm.SparseArray(device, (1024, 1792)) as one,  # 28 tiles
-            vmm.SparseArray(device, (512, 768)) as two,  # 6
-        ):
-            one.map(tiles, stream=stream)
-            data = write(one, stream, noise(one.shape))
-            for _ in range(2):
-                with pytest.raises(sa.OutOfMemoryError, match="4 of 32 tiles free, and 6 are needed") as caught:
-                    two.map(tiles, stream=stream)
-                assert (caught.value.requested, caught.value.free, caught.value.total) == (6 * TILE, 4 * TILE, PAGE)
-            assert two.mapped_bytes == 0 and tiles.free_tiles == 4
-            two.map(tiles, (slice(None), slice(0, 512)), stream=stream)
-            assert tiles.free_tiles == 0
-            write(two, stream, noise(two.shape))
-            assert np.array_equal(read(one, stream), data)
-            with vmm.TilePool(two.device, PAGE) as more:
-                two.map(more, (slice(None), slice(512, 768)), stream=stream)
-                other = write(two, stream, noise(two.shape, seed=3))
-                assert np.array_equal(read(two, stream), other) and np.array_equal(read(one, stream), data)
-                two.unmap(stream=stream)
-                assert (tiles.free_tiles, more.free_tiles) == (4, TILES)
+def test_too_few_tiles(device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+    with (
+        vmm.SparseArray(device, (1024, 1792)) as one,  # 28 tiles
+        vmm.SparseArray(device, (512, 768)) as two,  # 6
+    ):
+        one.map(tiles, stream=stream)
+        data = write(one, stream, noise(one.shape))
+        for _ in range(2):
+            with pytest.raises(sa.OutOfMemoryError, match="4 of 32 tiles free, and 6 are needed") as caught:
+                two.map(tiles, stream=stream)
+            assert (caught.value.requested, caught.value.free, caught.value.total) == (6 * TILE, 4 * TILE, PAGE)
+        assert two.mapped_bytes == 0 and tiles.free_tiles == 4
+        two.map(tiles, (slice(None), slice(0, 512)), stream=stream)
+        assert tiles.free_tiles == 0
+        write(two, stream, noise(two.shape))
+        assert np.array_equal(read(one, stream), data)
+        with vmm.TilePool(two.device, PAGE) as more:
+            two.map(more, (slice(None), slice(512, 768)), stream=stream)
+            other = write(two, stream, noise(two.shape, seed=3))
+            assert np.array_equal(read(two, stream), other) and np.array_equal(read(one, stream), data)
+            two.unmap(stream=stream)
+            assert (tiles.free_tiles, more.free_tiles) == (4, TILES)
 
 
-class TestClosed:
-    def test_dropped_in_a_capture(self, account: Account) -> None:
-        device = account.device
-        with device.create_stream() as stream, device.create_stream() as other:
-            pool: Any = vmm.TilePool(device, PAGE)
-            array: Any = vmm.SparseArray(device, (512, 512))
-            array.map(pool, stream=other)
-            with stream.capture() as graph:
-                del array, pool
-                gc.collect()
-                assert account.calls("cuArrayDestroy", "cuMemRelease") == []
-            graph.close()
-            assert account.calls("cuArrayDestroy", "cuMemRelease") == ["cuArrayDestroy", "cuMemRelease"]
+def test_dropped_in_a_capture(account: Account) -> None:
+    device = account.device
+    with device.create_stream() as stream, device.create_stream() as other:
+        pool: Any = vmm.TilePool(device, PAGE)
+        array: Any = vmm.SparseArray(device, (512, 512))
+        array.map(pool, stream=other)
+        with stream.capture() as graph:
+            del array, pool
+            gc.collect()
+            assert account.calls("cuArrayDestroy", "cuMemRelease") == []
+        graph.close()
+        assert account.calls("cuArrayDestroy", "cuMemRelease") == ["cuArrayDestroy", "cuMemRelease"]
 
 
 class TestStreamOrder:
@@ -496,21 +494,20 @@ class TestStreamOrder:
 
 
 @pytest.mark.gpus(2)
-class TestTwoDevices:
-    def test_not_across_devices(
-        self, device: sa.Device, peer: sa.Device, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream
-    ) -> None:
-        with vmm.TilePool(peer, PAGE) as theirs, peer.create_stream() as other:
-            with pytest.raises(ValueError, match=r"is not of <Device 0"):
-                image.map(theirs, stream=stream)
-            each_raises(
-                ValueError,
-                lambda: image.map(tiles, stream=other),
-                lambda: image.unmap(stream=other),
-                lambda: image.copy_from(noise(image.shape), other),
-                match=r"is not of <Device 0",
-            )
-        assert tiles.free_tiles == TILES
+def test_not_across_devices(
+    device: sa.Device, peer: sa.Device, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream
+) -> None:
+    with vmm.TilePool(peer, PAGE) as theirs, peer.create_stream() as other:
+        with pytest.raises(ValueError, match=r"is not of <Device 0"):
+            image.map(theirs, stream=stream)
+        each_raises(
+            ValueError,
+            lambda: image.map(tiles, stream=other),
+            lambda: image.unmap(stream=other),
+            lambda: image.copy_from(noise(image.shape), other),
+            match=r"is not of <Device 0",
+        )
+    assert tiles.free_tiles == TILES
 
 
 @pytest.mark.parametrize(

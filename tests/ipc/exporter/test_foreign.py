@@ -330,27 +330,26 @@ def open_pickled(there: There, name: str, data: bytes) -> str:
 
 
 @pytest.mark.parametrize("kind", ["pool", "plain"])
-class TestLease:
-    """Held memory of a pool, or plain, is kept until importers have closed it, and their work has ended."""
-
-    def test_shared_again(self, library: Library, partner: Partner, kind: str) -> None:
-        """Once nobody has it open, the next descriptor has a lease of its own."""
-        array: Any = library(kind, 3)
-        for _ in range(3):
-            opened = partner.give(array, hold=True)
-            opened.close()
-            settle()
-        stale = ipc.share(array, hold=True)
-        data = bytes(stale)
-        stale.cancel()
-        settle()
-        with pytest.raises(sa.StaleDescriptorError):
-            partner.run(_open_bytes, data, fds=stale.fds)
+def test_a_lease_is_shared_again(library: Library, partner: Partner, kind: str) -> None:
+    """Held memory of a pool, or plain, is kept until importers have closed it, and their work has ended. Once nobody
+    has it open, the next descriptor has a lease of its own.
+    """
+    array: Any = library(kind, 3)
+    for _ in range(3):
         opened = partner.give(array, hold=True)
-        del array
-        assert opened.shows(3)
         opened.close()
-        assert all_freed(library)
+        settle()
+    stale = ipc.share(array, hold=True)
+    data = bytes(stale)
+    stale.cancel()
+    settle()
+    with pytest.raises(sa.StaleDescriptorError):
+        partner.run(_open_bytes, data, fds=stale.fds)
+    opened = partner.give(array, hold=True)
+    del array
+    assert opened.shows(3)
+    opened.close()
+    assert all_freed(library)
 
 
 def test_work_over_there(library: Library, partner: Partner) -> None:

@@ -166,12 +166,11 @@ class TestMessages:
         assert uses(pool)
 
 
-class TestShared:
-    def test_is_no_message_of_a_channel(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
-        with pool.allocate(SIZE, stream) as buffer:
-            for thing in (buffer, ipc.share(buffer), pool):
-                with pytest.raises(TypeError, match=r"ipc\.send"):
-                    pair[0].send(thing)  # type: ignore[arg-type]
+def test_what_is_shared_is_no_message_of_a_channel(pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
+    with pool.allocate(SIZE, stream) as buffer:
+        for thing in (buffer, ipc.share(buffer), pool):
+            with pytest.raises(TypeError, match=r"ipc\.send"):
+                pair[0].send(thing)  # type: ignore[arg-type]
 
 
 def _wait_for_a_signal(*_: Any) -> None:

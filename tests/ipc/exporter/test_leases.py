@@ -274,40 +274,39 @@ class TestSlotsAreUsedAgain:
         assert uses(pool, 0)
 
 
-class TestThreads:
-    def test_another_thread_has_the_memory_as_soon_as_it_is_free(self, machine: Any, partner: Partner) -> None:
-        """Its lease is its own."""
-        then: list[Callable[[], None]] = []
+def test_another_thread_has_the_memory_as_soon_as_it_is_free(machine: Any, partner: Partner) -> None:
+    """Its lease is its own."""
+    then: list[Callable[[], None]] = []
 
-        def free(*arguments: Any) -> Any:
-            answer = machine.cuMemFreeAsync(*arguments)
-            while then:
-                then.pop()()
-            return answer
+    def free(*arguments: Any) -> Any:
+        answer = machine.cuMemFreeAsync(*arguments)
+        while then:
+            then.pop()()
+        return answer
 
-        driver: Any = Replaced(machine, cuMemFreeAsync=free)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, shared_pool(device) as pool:
-            first = pool.allocate(MiB, stream)
-            ipc.share(first)
-            taken: list[tuple[sa.Buffer, ipc.Shared]] = []
+    driver: Any = Replaced(machine, cuMemFreeAsync=free)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as stream, shared_pool(device) as pool:
+        first = pool.allocate(MiB, stream)
+        ipc.share(first)
+        taken: list[tuple[sa.Buffer, ipc.Shared]] = []
 
-            def take() -> None:
-                buffer = pool.allocate(MiB, stream)
-                taken.append((buffer, ipc.share(buffer)))
+        def take() -> None:
+            buffer = pool.allocate(MiB, stream)
+            taken.append((buffer, ipc.share(buffer)))
 
-            address = first.address
-            then.append(take)
-            first.free()
-            ((second, shared),) = taken
-            assert second.address == address
-            opened = partner.open(shared)
-            second.free()
-            stream.synchronize()
-            assert pool.statistics().used == MiB
-            opened.close()
-            stream.synchronize()
-            assert eventually(lambda: pool.statistics().used == 0)
+        address = first.address
+        then.append(take)
+        first.free()
+        ((second, shared),) = taken
+        assert second.address == address
+        opened = partner.open(shared)
+        second.free()
+        stream.synchronize()
+        assert pool.statistics().used == MiB
+        opened.close()
+        stream.synchronize()
+        assert eventually(lambda: pool.statistics().used == 0)
 
 
 class TestStreamsThatAreToldOfByTheHost:

@@ -52,24 +52,23 @@ def make(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-class TestEveryKind:
-    def test_pattern_both_ways(self, make: Any, partner: Partner, kind: Callable[..., Made]) -> None:
-        """The importer reads and fills all that it was given; what lies around that in the same memory stays."""
-        shared = make(kind)
-        whole = shared
-        while isinstance(whole, sa.BufferView):
-            whole = whole.owner
-        whole.fill(7, shared.stream)
-        filled(shared, 1)
-        opened = partner.give(shared, stream=shared.stream)
-        assert (opened.kind, opened.nbytes) == (KINDS[kind], shared.nbytes)
-        assert opened.shows(1)
-        opened.write(3)
-        assert shows(shared, 3)
-        if whole is not shared:
-            start = shared.address - whole.address
-            assert holds(whole[:start], 7) and holds(whole[start + shared.nbytes :], 7)
-        opened.close()
+def test_pattern_both_ways(make: Any, partner: Partner, kind: Callable[..., Made]) -> None:
+    """The importer reads and fills all that it was given; what lies around that in the same memory stays."""
+    shared = make(kind)
+    whole = shared
+    while isinstance(whole, sa.BufferView):
+        whole = whole.owner
+    whole.fill(7, shared.stream)
+    filled(shared, 1)
+    opened = partner.give(shared, stream=shared.stream)
+    assert (opened.kind, opened.nbytes) == (KINDS[kind], shared.nbytes)
+    assert opened.shows(1)
+    opened.write(3)
+    assert shows(shared, 3)
+    if whole is not shared:
+        start = shared.address - whole.address
+        assert holds(whole[:start], 7) and holds(whole[start + shared.nbytes :], 7)
+    opened.close()
 
 
 class TestFromThere:
@@ -139,17 +138,16 @@ def _pool_access(there: There) -> int:
     return int(there.driver.cuMemPoolGetAccess(there.driver.CUmemoryPool(pool.handle), location)[1])
 
 
-class TestPhysicalMemory:
-    def test_mapped_by_both(self, device: sa.Device, partner: Partner, stream: sa.Stream) -> None:
-        with memory(2 * PAGE, device) as physical, vmm.AddressRange(2 * PAGE, driver=device.driver) as range_:
-            mapping = range_.map(physical, access=device)
-            filled(mapping, 3, stream)
-            stream.synchronize()
-            opened = partner.give(physical, "physical")
-            assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
-            assert partner.run(steps.map_and_see, "physical", 3)
-            partner.run(_map_and_write, "physical", 4)
-            assert shows(mapping, 4)
+def test_physical_memory_is_mapped_by_both(device: sa.Device, partner: Partner, stream: sa.Stream) -> None:
+    with memory(2 * PAGE, device) as physical, vmm.AddressRange(2 * PAGE, driver=device.driver) as range_:
+        mapping = range_.map(physical, access=device)
+        filled(mapping, 3, stream)
+        stream.synchronize()
+        opened = partner.give(physical, "physical")
+        assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
+        assert partner.run(steps.map_and_see, "physical", 3)
+        partner.run(_map_and_write, "physical", 4)
+        assert shows(mapping, 4)
 
 
 def _map_and_write(there: There, name: str, seed: int) -> None:

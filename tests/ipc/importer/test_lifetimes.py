@@ -182,10 +182,11 @@ def _exit_at_once(there: There) -> None:
     threading.Timer(0.02, os._exit, (0,)).start()
 
 
-class TestEndOfTheInterpreter:
-    """A program may end with anything open, in any order."""
-
-    CODE = """
+def test_the_interpreter_ends_with_all_of_it(python: Any) -> None:
+    """A program may end with anything open, in any order. It has opened its own buffer, which drivers allow, and freed
+    it; another free waits for a stream.
+    """
+    done = python("""
 import sys, os, socket
 import streamalloc as sa
 from streamalloc import ipc, vmm
@@ -198,13 +199,6 @@ buffer = pool.allocate(1 << 20, stream)
 buffer.fill(3)
 growable = vmm.GrowableBuffer(device, 8 << 20, 1 << 20, handle_types=POSIX, stream=stream)
 event = device.create_event(interprocess=True)
-"""
-
-    def test_with_all_of_it(self, python: Any) -> None:
-        """It has opened its own buffer, which drivers allow, and freed it; another free waits for a stream."""
-        done = python(
-            self.CODE
-            + """
 from streamalloc.testing import Gate
 kept = [ipc.share(one) for one in (pool, buffer, buffer[3:9], growable, event)]
 shared = ipc.share(buffer)
@@ -221,9 +215,8 @@ late.free()
 pool.close()
 gate.open()
 print('done')
-"""
-        )
-        assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+""")
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
 
 
 def _inherited(*, close_fds: bool = False) -> set[str]:

@@ -290,24 +290,23 @@ def _sizes(there: There, name: str = "ring") -> list[int]:
     return sizes
 
 
-class TestThreads:
-    def test_a_consumer_that_is_closed_meanwhile(self, ring: RingProducer, partner: Partner) -> None:
-        """All slots come back, whichever step its other thread is at."""
-        for _ in range(10):
-            steps.join(partner, ring)
-            partner.begin(_close_meanwhile)
-            with pytest.raises(ipc.PeerGoneError):
-                while True:
-                    ring.put(b"x", SECONDS)
-            partner.result()
-            # What it has not opened waits for another consumer; all else has come back.
-            assert eventually(lambda: ring.statistics().in_flight == len(ring._deliveries.unsent))
-        waiting = ring.statistics().in_flight
+def test_a_consumer_that_is_closed_meanwhile(ring: RingProducer, partner: Partner) -> None:
+    """All slots come back, whichever step its other thread is at."""
+    for _ in range(10):
         steps.join(partner, ring)
-        partner.begin(_sizes)
-        assert eventually(lambda: ring.statistics().free == 4)
-        ring.close()
-        assert partner.result() == [1] * waiting
+        partner.begin(_close_meanwhile)
+        with pytest.raises(ipc.PeerGoneError):
+            while True:
+                ring.put(b"x", SECONDS)
+        partner.result()
+        # What it has not opened waits for another consumer; all else has come back.
+        assert eventually(lambda: ring.statistics().in_flight == len(ring._deliveries.unsent))
+    waiting = ring.statistics().in_flight
+    steps.join(partner, ring)
+    partner.begin(_sizes)
+    assert eventually(lambda: ring.statistics().free == 4)
+    ring.close()
+    assert partner.result() == [1] * waiting
 
 
 def _close_meanwhile(there: There) -> None:
@@ -318,33 +317,32 @@ def _close_meanwhile(there: There) -> None:
     there.device.synchronize()
 
 
-class TestTheProducerDies:
-    @pytest.mark.parametrize("count", [1, 2])
-    @pytest.mark.parametrize("how", ["close", "drop"])
-    def test_after_a_consumer_has_closed(
-        self, another: Callable[[], Partner], device: sa.Device, stream: sa.Stream, count: int, how: str
-    ) -> None:
-        """The waits of the consumers' streams are released, whichever consumer closed before."""
-        dies = another()
-        streams = [stream, device.create_stream()][:count]
-        rings = []
-        dies.run(steps.make_ring)
-        for one in streams:
-            rings.append(steps.consumer_of(dies, one))
-        dies.run(_hand_off_unfilled, count)
-        items = [ring.next() for ring in rings]
-        if how == "close":
-            rings[0].close()
-        else:
-            del items[0]
-            del rings[0]
-            gc.collect()
-            deferred_queue(device._session).work()
-        dies.kill()
-        assert all(executed(one) for one in streams)
-        assert all(item.lost for item in items)
-        for ring in rings:
-            ring.close()
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_the_producer_dies_after_a_consumer_has_closed(
+    another: Callable[[], Partner], device: sa.Device, stream: sa.Stream, count: int, how: str
+) -> None:
+    """The waits of the consumers' streams are released, whichever consumer closed before."""
+    dies = another()
+    streams = [stream, device.create_stream()][:count]
+    rings = []
+    dies.run(steps.make_ring)
+    for one in streams:
+        rings.append(steps.consumer_of(dies, one))
+    dies.run(_hand_off_unfilled, count)
+    items = [ring.next() for ring in rings]
+    if how == "close":
+        rings[0].close()
+    else:
+        del items[0]
+        del rings[0]
+        gc.collect()
+        deferred_queue(device._session).work()
+    dies.kill()
+    assert all(executed(one) for one in streams)
+    assert all(item.lost for item in items)
+    for ring in rings:
+        ring.close()
 
 
 def _hand_off_unfilled(there: There, count: int) -> None:
@@ -354,23 +352,22 @@ def _hand_off_unfilled(there: There, count: int) -> None:
         there.kept["ring"].put(b"x")
 
 
-class TestProcesses:
-    @pytest.mark.simulated_only("a forked child of a process that uses CUDA")
-    def test_fork(self, ring: RingProducer, partner: Partner, fills: Partner, consumer: RingConsumer) -> None:
-        """A child can use neither end, and takes nothing from its parent."""
-        steps.join(partner, ring)
-        slot = ring.next()
-        fills.run(steps.send_there, 1)
+@pytest.mark.simulated_only("a forked child of a process that uses CUDA")
+def test_fork(ring: RingProducer, partner: Partner, fills: Partner, consumer: RingConsumer) -> None:
+    """A child can use neither end, and takes nothing from its parent."""
+    steps.join(partner, ring)
+    slot = ring.next()
+    fills.run(steps.send_there, 1)
 
-        uses: list[Callable[[], object]]
-        uses = [ring.next, slot.hand_off, lambda: ring.put(b""), ring.close, consumer.next, consumer.close]
-        assert in_a_child(lambda: each_raises(sd.ForkedProcessError, *uses)) == 0
-        slot.fill(1)
-        slot.hand_off()
-        partner.run(steps.take)
-        assert partner.run(holds_there, "item", 1)
-        with consumer.next() as item:
-            assert steps.all_of(item, 1)
+    uses: list[Callable[[], object]]
+    uses = [ring.next, slot.hand_off, lambda: ring.put(b""), ring.close, consumer.next, consumer.close]
+    assert in_a_child(lambda: each_raises(sd.ForkedProcessError, *uses)) == 0
+    slot.fill(1)
+    slot.hand_off()
+    partner.run(steps.take)
+    assert partner.run(holds_there, "item", 1)
+    with consumer.next() as item:
+        assert steps.all_of(item, 1)
 
 
 class TestConsumer:

@@ -52,17 +52,16 @@ class TestItems:
         assert partner.run(steps.take, "ring", "other")[1] == SIZE
 
 
-class TestBackPressure:
-    @pytest.mark.parametrize("timeout", [-1, float("nan")])
-    def test_impossible_times(self, ring: RingProducer, partner: Partner, timeout: float) -> None:
-        steps.join(partner, ring)
-        for seed in range(4):
-            steps.send(ring, seed)
-        each_raises(ValueError, lambda: ring.next(timeout), match="timeout")
-        one, two = ipc.Channel.pair()
-        each_raises(ValueError, lambda: ring.add(one, timeout), match="timeout")
-        each_raises(ValueError, lambda: ipc.Ring.consumer(two, timeout=timeout), match="timeout")
-        assert not one.closed and not two.closed
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
+def test_impossible_times(ring: RingProducer, partner: Partner, timeout: float) -> None:
+    steps.join(partner, ring)
+    for seed in range(4):
+        steps.send(ring, seed)
+    each_raises(ValueError, lambda: ring.next(timeout), match="timeout")
+    one, two = ipc.Channel.pair()
+    each_raises(ValueError, lambda: ring.add(one, timeout), match="timeout")
+    each_raises(ValueError, lambda: ipc.Ring.consumer(two, timeout=timeout), match="timeout")
+    assert not one.closed and not two.closed
 
 
 class TestIteration:

@@ -298,35 +298,34 @@ def has(weights: ipc.Weights, value: int) -> bool:
     return all(holds(view, value) for view in weights.values())
 
 
-class TestAtOnce:
-    @pytest.mark.parametrize(
-        ("wrong", "error"),
-        [
-            ({"x": (-1, "int8")}, ValueError),
-            ({"x": (1.5, "int8")}, TypeError),
-            ({"x": (1, "float33")}, TypeError),
-            ({"": (1, "int8")}, ValueError),
-            ({"before": (1, "int8")}, ValueError),
-            ({"x": (1 << 60, "int8")}, ValueError),
-            ({"x": (1 << 50, "int8")}, sa.OutOfMemoryError),
-            ({"x": 5}, TypeError),
-        ],
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"x": (-1, "int8")}, ValueError),
+        ({"x": (1.5, "int8")}, TypeError),
+        ({"x": (1, "float33")}, TypeError),
+        ({"": (1, "int8")}, ValueError),
+        ({"before": (1, "int8")}, ValueError),
+        ({"x": (1 << 60, "int8")}, ValueError),
+        ({"x": (1 << 50, "int8")}, sa.OutOfMemoryError),
+        ({"x": 5}, TypeError),
+    ],
+)
+def test_all_or_none_at_once(store: ipc.Store, wrong: Any, error: type[Exception]) -> None:
+    with store.write("key") as weights:
+        weights.allocate("before", 1, "int8")
+        for tensors in ({"good": (1, "int8"), **wrong}, {**wrong, "good": (1, "int8")}):
+            with pytest.raises(error):
+                weights.allocate_all(tensors)
+        assert weights.names == ("before",) and store.statistics().nbytes == 2 * MiB
+        weights.allocate_all({"good": (1, "int8")})
+    each_raises(
+        sa.ClosedError,
+        lambda: weights.allocate_all({"late": (1, "int8")}),
+        lambda: weights.tie("late", "good"),
+        lambda: weights.place("late", weights.layout["good"]),
     )
-    def test_all_or_none(self, store: ipc.Store, wrong: Any, error: type[Exception]) -> None:
-        with store.write("key") as weights:
-            weights.allocate("before", 1, "int8")
-            for tensors in ({"good": (1, "int8"), **wrong}, {**wrong, "good": (1, "int8")}):
-                with pytest.raises(error):
-                    weights.allocate_all(tensors)
-            assert weights.names == ("before",) and store.statistics().nbytes == 2 * MiB
-            weights.allocate_all({"good": (1, "int8")})
-        each_raises(
-            sa.ClosedError,
-            lambda: weights.allocate_all({"late": (1, "int8")}),
-            lambda: weights.tie("late", "good"),
-            lambda: weights.place("late", weights.layout["good"]),
-        )
-        assert {*weights.names} == {"before", "good"}
+    assert {*weights.names} == {"before", "good"}
 
 
 class TestLike:

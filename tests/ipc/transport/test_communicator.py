@@ -308,24 +308,22 @@ class _Elsewhere(_Group):
         return self._way.allgather(packet)
 
 
-class TestMachines:
-    def test_several(self) -> None:
-        ways = ProcessCommunicator.create(3)
-        groups = [_Elsewhere(way, host) for way, host in zip(ways, ("here", "there", "here"), strict=True)]
-        for _ in range(2):
-            for result in together(groups, lambda group: group.exchange([0])):
-                assert isinstance(result, ValueError)
-                assert "ranks 0, 2 on here; rank 1 on there" in str(result) and "fabric" in str(result)
-        assert together(groups, lambda group: group.allgather(b"x")) == [[b"x"] * 3] * 3
+def test_several_machines() -> None:
+    ways = ProcessCommunicator.create(3)
+    groups = [_Elsewhere(way, host) for way, host in zip(ways, ("here", "there", "here"), strict=True)]
+    for _ in range(2):
+        for result in together(groups, lambda group: group.exchange([0])):
+            assert isinstance(result, ValueError)
+            assert "ranks 0, 2 on here; rank 1 on there" in str(result) and "fabric" in str(result)
+    assert together(groups, lambda group: group.allgather(b"x")) == [[b"x"] * 3] * 3
 
 
-class TestAnyGroup:
-    def test_that_is_none(self) -> None:
-        for wrong in (3, "world", object()):
-            with pytest.raises(TypeError, match="no group"):
-                as_communicator(wrong)  # type: ignore[arg-type]
-        if "torch.distributed" not in sys.modules:
-            each_raises(ValueError, as_communicator, match=r"SelfCommunicator\(\)")
+def test_what_is_no_group() -> None:
+    for wrong in (3, "world", object()):
+        with pytest.raises(TypeError, match="no group"):
+            as_communicator(wrong)  # type: ignore[arg-type]
+    if "torch.distributed" not in sys.modules:
+        each_raises(ValueError, as_communicator, match=r"SelfCommunicator\(\)")
 
 
 def run(*commands: list[str]) -> None:

@@ -38,31 +38,29 @@ def test_one_too_many(pool: sa.MemoryPool, stream: sa.Stream) -> None:
         opened_by(machine, shared).close()
 
 
-class TestCollected:
+def test_a_collected_importer_that_waits_for_contents(pool: sa.MemoryPool, stream: sa.Stream, gate: Any) -> None:
     """A thread waits for the other's end, which is longer than a driver may be wanted."""
+    with pool.allocate(MiB, stream) as buffer:
+        gate.hold(stream)
+        buffer.fill(1)
+        shared = ipc.share(buffer)
 
-    def test_importer_that_waits_for_contents(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Any) -> None:
-        with pool.allocate(MiB, stream) as buffer:
-            gate.hold(stream)
-            buffer.fill(1)
-            shared = ipc.share(buffer)
+        def come_and_go() -> tuple[weakref.ref[Any], int]:
+            machine = sd.simulated()
+            opened = opened_by(machine, shared)
+            place = imports_of(opened._session).blocks[shared.descriptor.control_block].importer
+            assert not opened.stream.query()
+            opened.close()
+            return weakref.ref(machine), place
 
-            def come_and_go() -> tuple[weakref.ref[Any], int]:
-                machine = sd.simulated()
-                opened = opened_by(machine, shared)
-                place = imports_of(opened._session).blocks[shared.descriptor.control_block].importer
-                assert not opened.stream.query()
-                opened.close()
-                return weakref.ref(machine), place
-
-            gone = []
-            for _ in range(3):
-                gone.append(come_and_go())
-                gc.collect()
-            assert [machine() for machine, _ in gone] == [None] * 3
-            assert {place for _, place in gone} == {0}  # each has given its place back
-            gate.open()
-            assert executed(stream)
+        gone = []
+        for _ in range(3):
+            gone.append(come_and_go())
+            gc.collect()
+        assert [machine() for machine, _ in gone] == [None] * 3
+        assert {place for _, place in gone} == {0}  # each has given its place back
+        gate.open()
+        assert executed(stream)
 
 
 class TestDeaths:

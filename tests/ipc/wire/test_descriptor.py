@@ -409,20 +409,19 @@ class TestWrongHandles:
         assert opens(descriptor, fds, stream, kind)
 
 
-class TestAnotherPool:
-    def test_of_the_same_process(self, partner: Partner, stream: sa.Stream) -> None:
-        """A buffer's descriptor with the name and the handle of another pool."""
-        partner.run(make_pool, "one")
-        partner.run(make_pool, "two")
-        partner.run(make_buffer, "buffer", 1, MiB, "one")
-        partner.run(make_buffer, "other", 2, MiB, "two")
-        mine, fds = partner.shared("buffer")
-        theirs, others = partner.shared("other")
-        descriptor = Descriptor.from_bytes(mine)
-        wrong = descriptor._replace(origin=Descriptor.from_bytes(theirs).origin)
-        with pytest.raises(REFUSED):
-            ipc.open(wrong.to_bytes(), again(others), stream=stream)
-        with ipc.open(mine, again(fds), stream=stream) as opened:
-            assert shows(opened, 1)
-        with ipc.open(theirs, again(others), stream=stream) as opened:
-            assert shows(opened, 2)
+def test_another_pool_of_the_same_process(partner: Partner, stream: sa.Stream) -> None:
+    """A buffer's descriptor with the name and the handle of another pool."""
+    partner.run(make_pool, "one")
+    partner.run(make_pool, "two")
+    partner.run(make_buffer, "buffer", 1, MiB, "one")
+    partner.run(make_buffer, "other", 2, MiB, "two")
+    mine, fds = partner.shared("buffer")
+    theirs, others = partner.shared("other")
+    descriptor = Descriptor.from_bytes(mine)
+    wrong = descriptor._replace(origin=Descriptor.from_bytes(theirs).origin)
+    with pytest.raises(REFUSED):
+        ipc.open(wrong.to_bytes(), again(others), stream=stream)
+    with ipc.open(mine, again(fds), stream=stream) as opened:
+        assert shows(opened, 1)
+    with ipc.open(theirs, again(others), stream=stream) as opened:
+        assert shows(opened, 2)

@@ -390,26 +390,25 @@ class TestAgain:
             space.commit(1)
 
 
-class TestEnd:
-    @pytest.mark.parametrize("drop", [False, True])
-    def test_a_space_ends_after_the_work(self, arena: vmm.PageArena, other: sa.Stream, gate: Gate, drop: bool) -> None:
-        """A close waits for it; the memory of a dropped one stays until then."""
-        space = arena.space(4 * PAGE, stream=other)
-        space.commit(range(3))
-        gate.hold(other)
-        space[: 3 * PAGE].fill(1)
-        space.release(0, after=other)
-        if drop:
-            del space
-            gc.collect()
-            assert arena.statistics() == (3, 0, 1, 0)
-            gate.open()
-        else:
-            with soon(gate.open):
-                space.close(after=())
-                assert other.query()
-        other.synchronize()
-        assert settled(arena) == (3, 3, 0)
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_space_ends_after_the_work(arena: vmm.PageArena, other: sa.Stream, gate: Gate, drop: bool) -> None:
+    """A close waits for it; the memory of a dropped one stays until then."""
+    space = arena.space(4 * PAGE, stream=other)
+    space.commit(range(3))
+    gate.hold(other)
+    space[: 3 * PAGE].fill(1)
+    space.release(0, after=other)
+    if drop:
+        del space
+        gc.collect()
+        assert arena.statistics() == (3, 0, 1, 0)
+        gate.open()
+    else:
+        with soon(gate.open):
+            space.close(after=())
+            assert other.query()
+    other.synchronize()
+    assert settled(arena) == (3, 3, 0)
 
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")

@@ -392,30 +392,27 @@ def test_the_kernel_copies_where_single_copies_are_small(
         assert all(np.array_equal(read(buffer).reshape(8, nbytes)[block], rows[block]) for block in blocks)
 
 
-class TestChecker:
-    def test_the_kernel_declares_its_uses(
-        self, checker: Any, device: sa.Device, stream: sa.Stream, kernel: None
-    ) -> None:
-        with device.create_stream() as other, vmm.HostTier(device) as tier, sa.allocate(64 * 4096, stream) as buffer:
-            buffer.fill(1)
-            stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
-            other.wait(stream)
-            buffer[4096:8192].fill(2, other)  # no block of these
-            tier.load(stored, buffer, range(0, 64, 2), other)
-            other.synchronize()
-            assert checker.hazards == [] and not any("declare" in note for note in checker.notes)
-            buffer.fill(3)
-            stored = tier.save(buffer, range(0, 64, 2), 4096, other)
-            (hazard,) = checker.hazards
-            assert "kernel streamalloc_copy_blocks" in str(hazard) and "read" in str(hazard)
-            checker.hazards.clear()
-            device.synchronize()
-            tier.load(stored, buffer, range(0, 64, 2), stream)
-            buffer[:4096].fill(4, other)
-            (hazard,) = checker.hazards
-            assert "kernel streamalloc_copy_blocks" in str(hazard) and "writ" in str(hazard)
-            checker.hazards.clear()
-            device.synchronize()
+def test_the_kernel_declares_its_uses(checker: Any, device: sa.Device, stream: sa.Stream, kernel: None) -> None:
+    with device.create_stream() as other, vmm.HostTier(device) as tier, sa.allocate(64 * 4096, stream) as buffer:
+        buffer.fill(1)
+        stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
+        other.wait(stream)
+        buffer[4096:8192].fill(2, other)  # no block of these
+        tier.load(stored, buffer, range(0, 64, 2), other)
+        other.synchronize()
+        assert checker.hazards == [] and not any("declare" in note for note in checker.notes)
+        buffer.fill(3)
+        stored = tier.save(buffer, range(0, 64, 2), 4096, other)
+        (hazard,) = checker.hazards
+        assert "kernel streamalloc_copy_blocks" in str(hazard) and "read" in str(hazard)
+        checker.hazards.clear()
+        device.synchronize()
+        tier.load(stored, buffer, range(0, 64, 2), stream)
+        buffer[:4096].fill(4, other)
+        (hazard,) = checker.hazards
+        assert "kernel streamalloc_copy_blocks" in str(hazard) and "writ" in str(hazard)
+        checker.hazards.clear()
+        device.synchronize()
 
 
 def test_a_stream_is_not_left_out(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> None:
