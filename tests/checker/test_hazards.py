@@ -22,7 +22,7 @@ USES = some.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(uses=USES, order=some.lists(some.tuples(some.integers(0, 2), some.integers(0, 2)), max_size=25))
-def test_intervals_are_what_single_bytes_are(
+def test_intervals_agree_with_single_bytes(
     uses: list[tuple[int, int, int, bool]], order: list[tuple[int, int]]
 ) -> None:
     timeline, memory = Timeline(), Bytes()

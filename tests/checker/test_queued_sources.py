@@ -123,9 +123,7 @@ def launch(source: Source) -> Iterator[Callable[[int], object]]:
 @pytest.mark.simulated_only("kernels are functions of the simulated driver")
 @pytest.mark.parametrize("when", ["before the copy", "after the copy", "in a graph"])
 @pytest.mark.parametrize("named", [True, False])
-def test_a_kernel_that_does_not_declare_its_uses(
-    source: Source, launch: Callable[[int], object], when: str, named: bool
-) -> None:
+def test_a_kernel_with_undeclared_uses(source: Source, launch: Callable[[int], object], when: str, named: bool) -> None:
     """It may write the memory that its arguments name, behind or before the copy, and no other memory."""
     driver, address = source.bench.driver, (source.memory if named else source.target).address
     with contextlib.ExitStack() as stack:

@@ -158,9 +158,7 @@ else:
         ("cuda", "return (cuda.CUresult.CUDA_ERROR_NO_DEVICE,)", "CUDA_ERROR_NO_DEVICE"),
     ],
 )
-def test_says_what_was_looked_for_and_how_to_simulate(
-    python: Python, environment: str | None, how: str, found: str
-) -> None:
+def test_says_what_it_sought_and_how_to_simulate(python: Python, environment: str | None, how: str, found: str) -> None:
     done = python(NO_DRIVER.format(how=how), STREAMALLOC_DRIVER=environment)
     assert done.stderr == ""
     for word in (found, "libcuda.so.1", BINDINGS_VERSION, "STREAMALLOC_DRIVER=simulated", "driver.simulated()"):

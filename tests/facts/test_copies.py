@@ -404,9 +404,7 @@ class TestBoxes:
             ({"drow": 0, "srow": 0, "drows": 0, "srows": 0, "depth": 2}, {0: 0, 8: 8, 16: 16, 24: 24}),
         ],
     )
-    def test_a_length_of_zero_is_that_of_what_is_copied(
-        self, batch: Batch, given: dict[str, int], places: dict[int, int]
-    ) -> None:
+    def test_zero_length_is_that_of_the_copy(self, batch: Batch, given: dict[str, int], places: dict[int, int]) -> None:
         batch.array[:256] = range(256)
         value(batch.raw.cuMemcpyHtoD(batch.places["other"], batch.array, 256))
         value(batch.raw.cuMemsetD8(batch.places["plain"], 255, 256))

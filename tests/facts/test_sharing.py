@@ -257,9 +257,7 @@ class TestImportOfAPointer:
         assert importer.said("cuMemFreeAsync", Kept("pointer"), Kept("stream")) == "SUCCESS"
         assert import_pointer(importer, data) == "SUCCESS"
 
-    def test_does_not_keep_the_owner_from_using_the_memory_again(
-        self, importer: Peer, rig: Rig, shared: SharedPool
-    ) -> None:
+    def test_lets_the_owner_use_the_memory_again(self, importer: Peer, rig: Rig, shared: SharedPool) -> None:
         address = shared.allocate(MiB)
         imported(importer, shared.data(address))
         shared.free(address)

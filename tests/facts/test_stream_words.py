@@ -271,9 +271,7 @@ class TestOfTwoDevices:
             assert write(rig, streams[1 - mine], words[mine], 1) == "SUCCESS"
             assert rig.executed(streams[mine]) and rig.executed(streams[1 - mine])
 
-    def test_waiting_for_a_word_of_the_other_s_memory(
-        self, rig: Rig, streams: tuple[Any, Any], words: list[int]
-    ) -> None:
+    def test_wait_for_a_word_of_the_other_s_memory(self, rig: Rig, streams: tuple[Any, Any], words: list[int]) -> None:
         first, second = streams
         assert wait(rig, first, words[1], 1) == "SUCCESS"
         assert rig.held(first)

@@ -170,9 +170,7 @@ def _work_beside_a_held_stream(rig: Rig) -> tuple[bool, bool]:
     return found
 
 
-def test_the_legacy_stream_does_not_wait_for_a_non_blocking_one(
-    in_new_process: Callable[..., tuple[bool, bool]],
-) -> None:
+def test_the_legacy_stream_waits_for_no_non_blocking_one(in_new_process: Callable[..., tuple[bool, bool]]) -> None:
     assert in_new_process(_work_beside_a_held_stream) == (True, True)
 
 

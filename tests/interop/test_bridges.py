@@ -728,7 +728,7 @@ NAMES = {"cupy": "CuPy", "torch": "PyTorch", "numba": "Numba", "rmm": "RMM", "cu
 @pytest.mark.simulated_only("the libraries are on the real driver there")
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_of_a_simulated_driver_is_refused(
-    machine: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, name: str, monkeypatch: pytest.MonkeyPatch
+    machine: Any, pool: sa.MemoryPool, stream: sa.Stream, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a library that was imported from its files: before it fails in the CUDA driver."""
     jax = {imported: ModuleType(imported) for imported in ("jax", "jax.dlpack")}
@@ -756,9 +756,7 @@ def test_memory_of_a_simulated_driver_is_refused(
     assert used(pool) == 0
 
 
-def test_all_of_them_at_once_under_a_checked_driver(
-    get: Get, checker: Any, pool: sa.MemoryPool, device: sa.Device
-) -> None:
+def test_all_at_once_under_a_checked_driver(get: Get, checker: Any, pool: sa.MemoryPool, device: sa.Device) -> None:
     """Each allocates from one pool while the others do; nothing is left, and nothing is freed twice."""
     libraries = [get(name) for name in ("cupy", "torch", "numba")]
     bridges = [library.use(pool, callbacks=True) for library in libraries]

@@ -82,9 +82,7 @@ class TestTrim:
         dropped(device)
         assert group.mapped_bytes == 0
 
-    def test_a_pool_that_a_graph_uses_is_kept(
-        self, torch: Library, device: sa.Device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_graph_s_pool_is_kept(self, torch: Library, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
         """PyTorch aborts if it is released."""
         group = vmm.SleepGroup(device)
         bridge: Any = torch.use(group.tagged("steps"), callbacks=True)

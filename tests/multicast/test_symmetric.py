@@ -175,7 +175,7 @@ class TestInOneProcess:
         memory.wait_signal(1, first, channel=2)
         assert executed(first)
 
-    def test_wrong_uses_of_streams(self, memory: SymmetricMemory, streams: list[sa.Stream], device: sa.Device) -> None:
+    def test_wrong_uses_of_streams(self, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
         first = streams[0]
         with pytest.raises(TypeError, match="stream"):
             memory.barrier(first)
@@ -292,9 +292,7 @@ class TestInOneProcess:
         memory.abandon()
         assert memory.closed and all(executed(stream) for stream in streams)
 
-    def test_what_is_dropped_is_given_back(
-        self, devices: list[sa.Device], streams: list[sa.Stream], machine: Any
-    ) -> None:
+    def test_what_is_dropped_is_given_back(self, devices: list[sa.Device], machine: Any) -> None:
         driver = sa.driver.checked(machine)
         own = [sa.Device(device.ordinal, driver=driver) for device in devices]
         memory = SymmetricMemory.local(own, 100, multicast=False)
@@ -536,9 +534,7 @@ class TestInTwoProcesses(InTwoProcesses):
             assert partner.run(shows_there, rank, seed)
         assert all(holds(pad, 0) for pad in memory.signal_pads)
 
-    def test_the_barrier_waits_for_the_other(
-        self, memory: SymmetricMemory, partner: Partner, streams: list[sa.Stream]
-    ) -> None:
+    def test_the_barrier_waits(self, memory: SymmetricMemory, partner: Partner, streams: list[sa.Stream]) -> None:
         stream = streams[0]
         for seed in range(1, 4):
             memory.barrier(stream)
@@ -587,9 +583,7 @@ class TestOneThatDies(InTwoProcesses):
         with SymmetricMemory.local(devices, 100, multicast=False) as again:
             again.buffers[1].fill(1)
 
-    def test_memory_of_one_that_dies_stays(
-        self, memory: SymmetricMemory, partner: Partner, streams: list[sa.Stream]
-    ) -> None:
+    def test_memory_of_one_that_dies_stays(self, memory: SymmetricMemory, partner: Partner) -> None:
         partner.run(write_there, 1, 3)
         assert partner.run(shows_there, 1, 3)
         partner.kill()

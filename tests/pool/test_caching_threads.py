@@ -187,9 +187,7 @@ def test_a_thread_that_other_code_captures(device: sa.Device, cache: sa.CachingA
 @pytest.mark.parametrize(
     "who", ["another thread", pytest.param("a thread with the same identifier", marks=_ends_with_work)]
 )
-def test_buffers_dropped_by_others(
-    device: sa.Device, pool: sa.MemoryPool, gate: Gate, worker: Worker, who: str
-) -> None:
+def test_buffers_that_others_drop(device: sa.Device, pool: sa.MemoryPool, gate: Gate, worker: Worker, who: str) -> None:
     """It is freed after the work of all threads, also of those that have ended."""
     pool.allocate(MiB, device.per_thread_stream).free()
 

@@ -130,9 +130,7 @@ def test_more_and_fewer_arguments_than_parameters(raw: Any, scale: list[Any]) ->
         (ctypes.c_float, 2.5, ctypes.c_ushort, 2.5),  # shorter than its parameter
     ],
 )
-def test_a_parameter_reads_its_own_type(
-    raw: Any, scale: list[Any], kind: Any, value: Any, count: Any, found: float
-) -> None:
+def test_parameters_read_own_types(raw: Any, scale: list[Any], kind: Any, value: Any, count: Any, found: float) -> None:
     memory = ones(raw)
     ok(launch(raw, load(raw), ((memory, value, N), (None, kind, count))))
     assert contents(raw, memory) == {found}
@@ -228,9 +226,7 @@ def test_kernels_without_a_function(raw: Any) -> None:
     [(ValueError, "LAUNCH_FAILED"), (AssertionError, "ASSERT"), (None, "ILLEGAL_ADDRESS")],
     ids=["raises", "asserts", "no memory"],
 )
-def test_a_kernel_that_raises_loses_the_context(
-    raw: Any, capfd: pytest.CaptureFixture[str], error: Any, code: str
-) -> None:
+def test_a_kernel_s_error_loses_the_context(raw: Any, capfd: pytest.CaptureFixture[str], error: Any, code: str) -> None:
     def fail() -> None:
         if error is not None:
             raise error("a mistake in a kernel")

@@ -168,9 +168,7 @@ class TestOurs:
         assert found.peak_reserved == 32 * MiB
 
     @pytest.mark.parametrize(("name", "cupy", "pytorch"), [("training", 1.215, 1.287), ("serving", 1.560, 1.572)])
-    def test_a_cache_holds_no_more_than_others_and_seldom_asks(
-        self, machine: Any, name: str, cupy: float, pytorch: float
-    ) -> None:
+    def test_a_cache_holds_no_more_and_seldom_asks(self, machine: Any, name: str, cupy: float, pytorch: float) -> None:
         driver = sd.traced(machine)
         trace = traces.WORKLOADS[name]()
         device = sa.Device(0, driver=driver)

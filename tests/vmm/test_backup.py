@@ -301,9 +301,7 @@ def test_buffers_come_while_others_are_listed(device: sa.Device) -> None:
 
 @pytest.mark.simulated_only("takes all memory of the device")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, sa.OutOfMemoryError])
-def test_the_memory_is_taken_when_a_sleep_is_undone(
-    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
+def test_memory_is_taken_when_a_sleep_is_undone(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
     """Nobody gets it before all sleep, so that no buffer is lost and none stays asleep."""
     device = sa.Device(0, driver=sd.simulated(memory=16 * PAGE))
     group = vmm.SleepGroup(device)

@@ -94,9 +94,7 @@ class TestFreeRanges:
 
 
 class TestMemory:
-    def test_of_a_size_that_repeats_makes_no_call(
-        self, traced: Any, cache: sa.CachingAllocator, stream: sa.Stream
-    ) -> None:
+    def test_of_a_repeated_size_makes_no_call(self, traced: Any, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         for _ in range(3):
             del traced.calls[:]
             for buffer in [cache.allocate(size * MiB, stream) for size in (64, 8, 200)]:
@@ -323,9 +321,7 @@ class TestLimits:
         with cache.allocate(1024 * MiB, stream), cache.allocate(9 * MiB, stream):
             assert cache.statistics().reserved == cache.limit
 
-    def test_copies_without_a_current_context(
-        self, machine: Any, cache: sa.CachingAllocator, stream: sa.Stream
-    ) -> None:
+    def test_copies_with_no_current_context(self, machine: Any, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         """The driver refuses a copy beyond one mapping: the stream's context is made current then."""
         (buffer,) = filled(cache, [4], stream)
         assert not int(machine.cuCtxGetCurrent()[1]) and holds(buffer, 0)
@@ -368,9 +364,7 @@ class TestOwners:
             buffer.fill(3)
             assert holds(buffer, 3)
 
-    def test_memory_stays_where_it_is_during_captures(
-        self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
-    ) -> None:
+    def test_no_memory_moves_in_captures(self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream) -> None:
         blocks = filled(cache, [4] * 8, stream)
         for buffer in blocks[::2]:
             buffer.free()
@@ -484,9 +478,7 @@ class TestOwners:
 
 
 @pytest.mark.parametrize("act", ["a new size", "the end"])
-def test_free_lists_of_a_stream_while_another_thread_changes_them(
-    device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, act: str
-) -> None:
+def test_free_lists_that_another_thread_changes(pool: sa.MemoryPool, stream: sa.Stream, act: str) -> None:
     """A thread that needs memory for another stream counts the bytes without a lock."""
 
     def make() -> _Ranges:

@@ -125,7 +125,7 @@ class TestHostMemory:
         assert (array[: PAGE // 8] == 0x08080808).all()
         assert np.array_equal(array[PAGE // 8 :], data.view(np.uint32)[PAGE // 8 :])
 
-    def test_the_host_alone(self, pages: vmm.AddressRange, host: vmm.PhysicalMemory, device: sa.Device) -> None:
+    def test_the_host_alone(self, pages: vmm.AddressRange, host: vmm.PhysicalMemory) -> None:
         mapping = pages.map(host, access=HOST)
         assert mapping.host_accessible and not mapping.device_accessible
         mapping.as_array()[:] = 5
@@ -249,9 +249,7 @@ class TestGrant:
             (lambda device: {}, NONE),
         ],
     )
-    def test_ways_to_say_it(
-        self, device: sa.Device, access: Callable[[sa.Device], Any], expected: sa.MemAccess
-    ) -> None:
+    def test_how_to_say_it(self, device: sa.Device, access: Callable[[sa.Device], Any], expected: sa.MemAccess) -> None:
         with vmm.AddressRange(2 * PAGE) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             one, two = addresses.map(memory, access=access(device)), addresses.map(memory, PAGE)
             two.set_access(access(device))
@@ -431,9 +429,7 @@ class TestWaiting:
             (NONE, NONE, []),
         ],
     )
-    def test_only_where_it_is_taken(
-        self, account: Account, before: sa.MemAccess, now: sa.MemAccess, waits: list[str]
-    ) -> None:
+    def test_only_if_taken(self, account: Account, before: sa.MemAccess, now: sa.MemAccess, waits: list[str]) -> None:
         device = account.device
         with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             mapping = addresses.map(memory, access={device: before})

@@ -75,9 +75,7 @@ steps = st.lists(st.tuples(st.sampled_from("rdew"), st.integers(0, 11), st.integ
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(things, steps)
-def test_whatever_is_given_up_goes_once_and_in_order(
-    made: list[tuple[int, int]], does: list[tuple[str, int, int]]
-) -> None:
+def test_what_is_given_up_goes_once_and_in_order(made: list[tuple[int, int]], does: list[tuple[str, int, int]]) -> None:
     world = World()
     for early, failures in made:
         world.add(early, failures)

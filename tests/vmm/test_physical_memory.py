@@ -362,9 +362,7 @@ except sa.AddressSpaceError as error: print("ulimit -v" in str(error) and "8 GiB
 
 
 class TestClose:
-    def test_with_something_mapped(
-        self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory
-    ) -> None:
+    def test_with_memory_mapped(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
         mapping = pages.map(memory, PAGE, access=device)
         with pytest.raises(ValueError, match=r"1 mapping: unmap\(\)"):
             pages.close()

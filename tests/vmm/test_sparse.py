@@ -312,9 +312,7 @@ class TestMipmaps:
         assert texture.mapped_bytes == 0 and tiles.free_tiles == TILES
         assert not read(texture, stream, (64, 64), level=3).any()
 
-    def test_levels_of_the_tail_have_no_tiles(
-        self, texture: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream
-    ) -> None:
+    def test_tail_levels_have_no_tiles(self, texture: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream) -> None:
         each_raises(
             ValueError,
             lambda: texture.map(tiles, level=3, stream=stream),
@@ -494,9 +492,7 @@ class TestStreamOrder:
 
 
 @pytest.mark.gpus(2)
-def test_not_across_devices(
-    device: sa.Device, peer: sa.Device, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream
-) -> None:
+def test_not_across_devices(peer: sa.Device, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream) -> None:
     with vmm.TilePool(peer, PAGE) as theirs, peer.create_stream() as other:
         with pytest.raises(ValueError, match=r"is not of <Device 0"):
             image.map(theirs, stream=stream)

@@ -242,9 +242,7 @@ class TestTaken:
             space.commit(1)
             assert arena.statistics() == (1, 0, 0, 0)
 
-    def test_patience_does_not_limit_the_wait_for_the_place_itself(
-        self, device: sa.Device, gate: Gate, other: sa.Stream
-    ) -> None:
+    def test_a_wait_for_the_place_itself_has_no_limit(self, device: sa.Device, gate: Gate, other: sa.Stream) -> None:
         with vmm.PageArena(device, patience=0) as arena, arena.space(2 * PAGE, stream=other) as space:
             space.commit(0)
             gate.hold(other)

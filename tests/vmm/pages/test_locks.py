@@ -286,9 +286,7 @@ class TestPhysicalPages:
         for physical in interleaved(PhysicalPages.close, make, PhysicalPages.close, PhysicalPages.close):
             assert physical.zero.users == 0
 
-    def test_one_thread_works_in_the_background(
-        self, make: Callable[[], PhysicalPages], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_background_thread(self, make: Callable[[], PhysicalPages], monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[Any] = []
 
         class Threads:
@@ -466,9 +464,7 @@ def test_room_of_a_released_page_is_not_used_before_its_copy_is_queued(stream: s
     world.check()
 
 
-def test_contents_are_released_before_their_copy_back_is_queued(
-    stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contents_are_released_before_the_copy_is_queued(stream: sa.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     """The closed tier frees their room after the copy."""
     world = World(stream)
     load = Stored.load
@@ -487,9 +483,7 @@ def test_contents_are_released_before_their_copy_back_is_queued(
     world.check()
 
 
-def test_a_page_that_is_about_to_be_swapped_in_is_not_prepared(
-    stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_about_to_be_swapped_in_is_not_prepared(stream: sa.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space_module, "_BATCH", 1)
     world = World(stream)
     world.space.commit([0, 1])
@@ -628,9 +622,7 @@ class TestTiers:
         for stored in interleaved(moving.__wrapped__, begin, copy, copy):
             assert len(made) == 2 and all(one in stored._fences or one.awaited for one in made)
 
-    def test_contents_are_dropped_while_they_are_checked(
-        self, make: Callable[..., vmm.HostTier], stream: sa.Stream
-    ) -> None:
+    def test_contents_are_dropped_while_checked(self, make: Callable[..., vmm.HostTier], stream: sa.Stream) -> None:
         def begin() -> Any:
             stored = self.stored(make(check=True))
             stored.array(0)[:] = 1

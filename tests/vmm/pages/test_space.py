@@ -38,7 +38,7 @@ class TestReads:
             assert names(traced, "cuMemCreate") == ["cuMemCreate"]
             assert settled(arena) == (0, 0, 0)
 
-    def test_a_tensor_covers_all(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
+    def test_a_tensor_covers_all(self, space: vmm.PageSpace) -> None:
         class Array:
             __cuda_array_interface__ = space.view_as(np.float32, (PAGES, PAGE // 4)).__cuda_array_interface__
 
@@ -78,9 +78,7 @@ class TestIndices:
 
 
 class TestBatches:
-    def test_a_run_takes_as_few_calls_as_possible(
-        self, traced: Any, arena: vmm.PageArena, space: vmm.PageSpace
-    ) -> None:
+    def test_runs_take_as_few_calls_as_possible(self, traced: Any, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
         arena.prepare(8).result()
         traced.calls.clear()
         space.commit([1, 2, 3, 4, 8, 9, 10, 11])
@@ -199,7 +197,7 @@ def test_a_copy_that_nothing_can_wait_for_keeps_its_addresses_and_pages(machine:
         end_what_was_dropped()
 
 
-def test_a_copy_while_another_thread_captures(arena: vmm.PageArena, stream: sa.Stream, space: vmm.PageSpace) -> None:
+def test_a_copy_while_another_thread_captures(stream: sa.Stream, space: vmm.PageSpace) -> None:
     raw: Any = stream.device.driver
     with stream.device.create_stream() as theirs, ThreadPoolExecutor(1) as other:
         space.commit(0)

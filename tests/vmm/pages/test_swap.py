@@ -168,7 +168,7 @@ def test_of_blocks_that_are_smaller_than_a_page(traced: Any, device: sa.Device, 
 
 
 @pytest.mark.parametrize("blocks", [-1, 10, [0, 10], np.array([1 << 62])])
-def test_blocks_outside_of_memory(device: sa.Device, stream: sa.Stream, tier: AnyTier, blocks: Any) -> None:
+def test_blocks_outside_of_memory(stream: sa.Stream, tier: AnyTier, blocks: Any) -> None:
     with sa.allocate(10 * 4096 + 100, stream) as buffer:
         stored = tier.save(buffer, range(len(np.atleast_1d(blocks))), 4096, stream)
         each_raises(
@@ -292,9 +292,7 @@ def test_work_of_a_capture_is_refused(space: vmm.PageSpace, host: vmm.HostTier, 
     space.close(())
 
 
-def test_memory_is_allocated_under_no_lock(
-    space: vmm.PageSpace, host: vmm.HostTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiers_grow_under_no_lock(space: vmm.PageSpace, host: vmm.HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other threads change pages meanwhile."""
     grow, busy = vmm.HostTier._grow, []
 
@@ -312,7 +310,7 @@ def test_memory_is_allocated_under_no_lock(
         small.reserve(2, PAGE)
 
 
-def test_a_block_that_is_named_twice_is_dropped_once(device: sa.Device, stream: sa.Stream, tier: AnyTier) -> None:
+def test_a_block_that_is_named_twice_is_dropped_once(stream: sa.Stream, tier: AnyTier) -> None:
     with sa.allocate(4 * 4096, stream) as buffer:
         stored = tier.save(buffer, range(3), 4096, stream)
         stored.drop([0, 0])
@@ -504,9 +502,7 @@ def test_a_damaged_page_is_named_and_the_others_return(
     assert disk.used == 0
 
 
-def test_writes_and_reads_in_several_steps(
-    space: vmm.PageSpace, disk: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transfers_in_several_steps(space: vmm.PageSpace, disk: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev, preadv = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, rooms, at: pwritev(fd, [rooms[0][: 256 << 10]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, rooms, at: preadv(fd, [rooms[0][: 512 << 10]], at))
@@ -627,9 +623,7 @@ def test_a_page_that_is_released_before_its_write_fails(
     assert settled(arena) == (3, 0, 1) and values(space)[:3] == [1, 0, 3]
 
 
-def test_a_space_that_is_closed_meanwhile(
-    arena: vmm.PageArena, disk: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_space_closed_meanwhile(arena: vmm.PageArena, disk: vmm.DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """The close waits for the writes."""
     space = arena.space(4 * PAGE)
     space.commit(range(3))

@@ -145,9 +145,7 @@ class TestContents:
             assert np.array_equal(read(several[0]), expected) and shows(several[1], 1)
 
     @pytest.mark.parametrize("step", ["sleep", "wake"])
-    def test_staging_memory_waits_for_the_copies(
-        self, device: sa.Device, tier: vmm.DiskTier, gate: Gate, step: str
-    ) -> None:
+    def test_staging_waits_for_the_copies(self, device: sa.Device, tier: vmm.DiskTier, gate: Gate, step: str) -> None:
         with vmm.SleepGroup(device, backup=tier) as group, device.create_stream() as held:
             several = made(group)
             device.synchronize()

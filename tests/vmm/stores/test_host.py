@@ -307,9 +307,7 @@ class TestPieces:
             buffer.close()
 
 
-def test_copies_run_while_other_memory_is_unmapped_and_made(
-    traced: Any, device: sa.Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_run_while_other_memory_changes(traced: Any, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_buffer, "_BATCH", 2 * PIECE)
     with vmm.SleepGroup(device) as group:
         several = [group.allocate(PIECE) for _ in range(5)]
