@@ -57,6 +57,7 @@ from streamalloc.core.properties import (
     MemAccessDesc,
     MemLocation,
     MemLocationType,
+    checked_seconds,
     checked_size,
     checked_type,
 )
@@ -401,7 +402,8 @@ class Buffer(Memory, Closes):
             Another process has the buffer open, or may still open it: with ``"raise"`` at once, with ``"wait"`` after
             ``timeout`` seconds. The buffer stays valid.
         TypeError, ValueError
-            ``stream`` is not a stream or belongs to another driver, or ``still_imported`` is another text.
+            ``stream`` is not a stream or belongs to another driver, ``still_imported`` is another text, or
+            ``timeout`` is negative or no number.
         """
         ordered = self._stream if stream is None else as_stream(stream, self._stream._session)
         handle, free = ordered.direct or ordered.ready(), self._allocator.free_function
@@ -475,6 +477,8 @@ class Buffer(Memory, Closes):
     def _free_checked(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
         if still_imported not in _POLICIES:
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
+        if timeout is not None:
+            checked_seconds("timeout", timeout)
         if self.freed:
             self._live()
         self._session.check_process()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import numbers
 import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -135,6 +136,18 @@ def checked_size(name: str, value: object) -> int:
     except ValueError as error:
         raise ValueError(f"{name}={error}") from None
     return checked_number(name, size)
+
+
+def checked_seconds(name: str, value: Any) -> float:
+    """Return ``value`` if it is a number of seconds from 0 on. Otherwise raise TypeError, or ValueError also for NaN,
+    with the argument's ``name``.
+    """
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__} ({value!r})")
+    seconds = float(value)
+    if not seconds >= 0:
+        raise ValueError(f"{name}={value!r}: allowed are 0 and more seconds")
+    return seconds
 
 
 _IN_WORDS = {int: "an integer", str: "a string"}

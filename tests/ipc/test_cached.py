@@ -1,6 +1,7 @@
 """Sharing a buffer of a cache: it leaves that, and its free waits for importers as that of any buffer."""
 
 import gc
+import math
 
 import pytest
 
@@ -54,6 +55,8 @@ def test_errors_and_repeats(cache: sa.CachingAllocator, buffer: sa.Buffer, partn
     first, second = partner.give(buffer), partner.give(buffer[100:200])
     each_raises(sa.StillImportedError, lambda: buffer.free(still_imported="raise"))
     each_raises(sa.StillImportedError, lambda: buffer.free(still_imported="wait", timeout=0.01))
+    each_raises(ValueError, lambda: buffer.free(still_imported="wait", timeout=math.nan), match="timeout=nan")
+    each_raises(TypeError, lambda: buffer.free(still_imported="wait", timeout="1"), match="timeout")  # type: ignore[arg-type]
     assert not buffer.freed and first.shows(1)
     first.close()
     second.close()

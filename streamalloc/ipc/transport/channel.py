@@ -37,6 +37,7 @@ from typing_extensions import Buffer as BytesLike
 
 from streamalloc.core.errors import ClosedError, size_text, undoing
 from streamalloc.core.internal import Fd
+from streamalloc.core.properties import checked_seconds
 from streamalloc.core.resource import Closes, close_all
 
 Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
@@ -182,9 +183,7 @@ def deadline_after(timeout: float | None) -> float | None:
     """
     if timeout is None:
         return None
-    if not timeout >= 0:
-        raise ValueError(f"timeout={timeout!r}: it must be 0 or more seconds, or None for no limit")
-    return time.monotonic() + timeout
+    return time.monotonic() + checked_seconds("timeout", timeout)
 
 
 def left(deadline: float | None) -> float:
@@ -596,8 +595,8 @@ class Channel(_SocketOwner):
             This end is closed.
         """
         wait = self.timeout if timeout is None else timeout
-        if wait is not None and not wait > 0:
-            deadline_after(wait)  # The call is made only for its error: deadline_after() refuses a negative timeout.
+        if wait is not None:
+            checked_seconds("timeout", wait)
         end: float | None = None
         while True:
             try:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import size_text, undoing
 from streamalloc.core.internal import Device, Stream, StreamLike, TypedView, as_stream, check_device
-from streamalloc.core.properties import MemLocation, checked_number, checked_type
+from streamalloc.core.properties import MemLocation, checked_number, checked_seconds, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
@@ -93,8 +93,8 @@ class PageArena(Closes):
         check_device("device", device)
         if budget is not None and not isinstance(budget, PageBudget):
             raise TypeError(f"budget must be a PageBudget, not {type(budget).__name__} ({budget!r})")
-        if patience is not None and not patience >= 0:
-            raise ValueError(f"patience={patience!r}: allowed are 0 and more seconds")
+        if patience is not None:
+            checked_seconds("patience", patience)
         self.budget: PageBudget | None = budget
         """The budget, which is a limit shared with other arenas and processes; None if the arena has none."""
         self._physical = physical = PhysicalPages(device, page_size, limit, budget, patience)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from streamalloc.core.errors import ClosedError, size_text, undoing
 from streamalloc.core.internal import Fd
-from streamalloc.core.properties import checked_size
+from streamalloc.core.properties import checked_seconds, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import members
 from streamalloc.driver.internal import RLock
@@ -117,6 +117,8 @@ class PageBudget(Closes):
         self._lock = RLock()
         self._end_of_thread: threading.Event | None = None
         """Event that ends the thread which reads requests; None before the first arena uses the budget."""
+        if on_ask is not None and not callable(on_ask):
+            raise TypeError(f"on_ask must be callable, not {type(on_ask).__name__} ({on_ask!r})")
         most = None if limit is None else checked_size("limit", limit)
         create = 0 if most is None else os.O_CREAT
         try:
@@ -262,12 +264,12 @@ class PageBudget(Closes):
         ClosedError
             The budget was closed.
         TypeError, ValueError
-            ``nbytes`` is not a size, or the file was truncated.
+            ``nbytes`` is not a size, ``timeout`` is negative or no number, or the file was truncated.
         OSError
             The file cannot be read or written.
         """
         needed = checked_size("nbytes", nbytes)
-        until = time.monotonic() + timeout
+        until = time.monotonic() + checked_seconds("timeout", timeout)
         again = 0.0
 
         def look() -> int:

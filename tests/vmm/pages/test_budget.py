@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Faults
 from tests.processes import Partner, There, eventually
-from tests.support import in_threads
+from tests.support import each_raises, in_threads
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import settled
 from tests.vmm.support import PAGE
@@ -113,6 +114,13 @@ class TestOne:
             with pytest.raises(ValueError, match=r"have 6 MiB: close them"):
                 budget.close()
 
+    @pytest.mark.parametrize(
+        ("wrong", "error"), [(math.nan, ValueError), (-1, ValueError), ("1", TypeError), ([1], TypeError)]
+    )
+    def test_times_that_are_none(self, device: sa.Device, budget: vmm.PageBudget, wrong: Any, error: Any) -> None:
+        each_raises(error, lambda: budget.wait(1, wrong), match="timeout")
+        each_raises(error, lambda: vmm.PageArena(device, patience=wrong), match="patience")
+
     def test_what_is_refused(self, device: sa.Device, path: Path) -> None:
         with pytest.raises(ValueError, match="a new budget needs a limit"):
             vmm.PageBudget(path)
@@ -126,6 +134,8 @@ class TestOne:
                 vmm.PageBudget(path, 2 * PAGE)
             with pytest.raises(TypeError, match="budget must be"):
                 vmm.PageArena(device, budget=path)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="on_ask must be callable, not int"):
+                vmm.PageBudget(path, on_ask=3)  # type: ignore[arg-type]
             os.truncate(path, 100)
             with pytest.raises(ValueError, match="was truncated"):
                 budget.wait(1)
