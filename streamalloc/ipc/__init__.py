@@ -37,22 +37,23 @@ In the owner again:
     and the free follows (``cuMemFreeAsync``). Otherwise the free becomes an item of the queue of deferred releases,
     ``_DeferredFree``, which later calls of the package attempt.
 
-The objects of these steps, the first three in the process that shares. ``Exports`` and ``Imports`` have those of one
-driver in one process:
+The objects of these steps. ``Exports`` and ``Imports`` have those of one driver in one process:
 
-================  ================================  ===========================  ====================================
-Object            Stands for                        Belongs to                   Ends
-================  ================================  ===========================  ====================================
-``Lease``         a slot of a control block         the buffer, or a ``Shared``  with the free, or the ``Shared``
-``Hold``          a descriptor in transit           a ``Shared`` or a message    at the open, or if its owner is lost
-``ExportedPool``  the exported handle of a pool     ``Exports`` and leases       after the pool and these leases
-``PoolHandle``    the driver's handle of that pool  ``Imports``                  once unused, and closed by its owner
-``Received``      what one ``open`` was given       that call                    with the call, and the hold with it
-``Import``        one import of an allocation       ``Imports``                  with its last use
-``ImportUse``     one use of an ``Import``          an ``ImportedBuffer``        at its close, or after its drop
-``LeaseUse``      one use of a lease                an ``Import`` or a range     with the import, or the range
-``Announcement``  a value of ``ready``              the opened memory            once ``ready`` has the value
-================  ================================  ===========================  ====================================
+============  ===================================================  ===================================================
+Subject       In the process that shares                           In the process that opens
+============  ===================================================  ===================================================
+a pool        ``PoolExport``: its exported handle. Ends after the  ``PoolImport``: the driver's handle of that pool.
+              pool and its leases                                  Ends once it is unused, and closed by its owner
+a lease       ``Lease``: a slot of a control block. Ends with the  ``LeaseUse``: one use of the lease. Ends with the
+              free, or with the ``Shared``                         ``Import``, or with the ``ImportedRange``
+memory        ``Buffer``, or another object of the user            ``Import``: one import of an allocation. Each
+                                                                   ``ImportedBuffer`` has an ``ImportUse`` of it, and
+                                                                   the import ends with the last of these
+contents      ``Lease.announce`` counts up ``ready``               ``Announcement``: the value of ``ready`` that a
+                                                                   descriptor names
+a descriptor  ``Shared``. In transit it has a ``Hold``, which      ``Received``: what one ``open`` was given. It ends
+              ends at the open, or if nobody can open it any more  the hold
+============  ===================================================  ===================================================
 
 *The owner dies.* The driver keeps the memory for the importers that have it. Before a stream waits for ``ready``,
 ``wire.control_block.ControlBlock.expect`` starts a thread that waits for the lock of the owner's process. The kernel

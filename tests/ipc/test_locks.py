@@ -270,7 +270,7 @@ class TestLeases:
     """Used in two threads: no count is lost."""
 
     def make(self) -> tuple[Any, imports.LeaseUse]:
-        words: Any = SimpleNamespace(slot_words=SimpleNamespace(generation=SimpleNamespace(value=0)))
+        words: Any = SimpleNamespace(exporter_words=SimpleNamespace(generation=SimpleNamespace(value=0)))
         words.opened = SimpleNamespace(value=0)
         self.block: Any = SimpleNamespace(importer_words=lambda slot, importer: words, importer=0)
         self.imports: Any = SimpleNamespace(lock=threading.RLock())
@@ -441,7 +441,7 @@ class TestEnds:
         held: Any = SimpleNamespace(block=None, from_pool=None)
 
         def make() -> None:
-            importer.handles[1] = imports.PoolHandle(importer)
+            importer.handles[1] = imports.PoolImport(importer)
             importer.allocations.clear()
             importer.allocations[b"one", -1] = held
 
@@ -476,22 +476,22 @@ class TestEnds:
 
     def test_a_pool_is_imported_while_its_handle_of_before_is_destroyed(self, owner: Owner, importer: Imports) -> None:
         """The driver returns the same handle until then, and another one afterwards."""
-        found: list[imports.PoolHandle] = []
+        found: list[imports.PoolImport] = []
         with owner.pool.allocate(64, owner.stream) as buffer, contextlib.closing(buffer.handles()) as given:
 
-            def import_it(_: object = None) -> imports.PoolHandle:
+            def import_it(_: object = None) -> imports.PoolImport:
                 with importer.lock:
                     found.append(importer.import_pool(given.fds[0].fileno()))
                 return found[-1]
 
-            def make() -> imports.PoolHandle:
+            def make() -> imports.PoolImport:
                 importer.handles.clear()
                 old = import_it()
                 importer.handles.clear()  # its release is submitted
                 return old
 
             where, driver = owner.device.location.to_driver(), importer.session.driver
-            for _ in interleaved(Imports.import_pool, make, import_it, imports.PoolHandle.attempt):
+            for _ in interleaved(Imports.import_pool, make, import_it, imports.PoolImport.attempt):
                 assert not driver.cuMemPoolGetAccess(found[-1]._raw, where)[0]
 
     def test_a_pool_that_is_imported_anew_is_not_destroyed(self, importer: Imports) -> None:
@@ -501,19 +501,19 @@ class TestEnds:
         side.session = SimpleNamespace(release=lambda it, _: destroyed.append(it))
         done: Any = SimpleNamespace(done=lambda: True)
 
-        def make() -> imports.PoolHandle:
-            pool = imports.PoolHandle(side)
+        def make() -> imports.PoolImport:
+            pool = imports.PoolImport(side)
             pool._raw, pool._frees = 1, done
             destroyed.clear()
             side.handles.clear()
             return pool
 
-        def import_again(pool: imports.PoolHandle) -> None:
+        def import_again(pool: imports.PoolImport) -> None:
             with side.lock:
                 if not destroyed:
                     side.handles[1] = pool
 
-        for _ in interleaved(imports.PoolHandle.attempt, make, lambda pool: pool.attempt(), import_again):
+        for _ in interleaved(imports.PoolImport.attempt, make, lambda pool: pool.attempt(), import_again):
             assert bool(destroyed) != bool(side.handles)
 
     def test_chunks_are_set_by_two_threads(self) -> None:

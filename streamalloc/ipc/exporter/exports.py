@@ -51,7 +51,7 @@ from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_bytes
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import published, serve
-from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ExporterMark, SlotWords, fence, reached
+from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ExporterMark, ExporterWords, fence, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, ChunkHandle
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import pointer_attributes
@@ -142,14 +142,14 @@ class Lease(SharedState):
         self._exports = exports
         self.block: ControlBlock = block
         self.slot: int = slot
-        self.words: SlotWords = block.slots.get(slot) or block.slot_words(slot)
+        self.words: ExporterWords = block.slots.get(slot) or block.exporter_words(slot)
         self.generation: int = self.words.generation.value
         self.payload: bytes = b""
         """The driver's export data of the allocation: 64 bytes of ``cuMemPoolExportPointer``. Empty for the lease of an
         announcement.
         """
         self.pool: object = None
-        """The :class:`ExportedPool` of the allocation, kept because its mark must exist while descriptors are valid."""
+        """The :class:`PoolExport` of the allocation, kept because its mark must exist while descriptors are valid."""
         self._announcer: Stream | None = None
         """Stream of the last announcement; None before the first."""
         self.lock: AbstractContextManager[bool] = RLock()
@@ -412,7 +412,7 @@ class KeptReferences(Deferred):
         return True
 
 
-class ExportedPool:
+class PoolExport:
     """The exported handle and the id of one pool.
 
     The object exists while the pool is open or a lease needs it. Its end sets its marks, words in control blocks, to 0.
@@ -457,7 +457,7 @@ class Exports:
         self.endpoint: bytes = NOWHERE
         """16 bytes that name the socket of the handle server; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
-        self._pools: weakref.WeakKeyDictionary[MemoryPool, ExportedPool] = weakref.WeakKeyDictionary()
+        self._pools: weakref.WeakKeyDictionary[MemoryPool, PoolExport] = weakref.WeakKeyDictionary()
         self._uuids: dict[int, bytes] = {}
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
         self._handles = weakref.WeakKeyDictionary()
@@ -561,7 +561,7 @@ class Exports:
 
     # -- handles ---------------------------------------------------------------------------------------------
 
-    def pool(self, pool: MemoryPool) -> ExportedPool:
+    def pool(self, pool: MemoryPool) -> PoolExport:
         """Return the exported pool of ``pool``. The first call exports it (``cuMemPoolExportToShareableHandle``).
         Raises ValueError if the pool was not made for sharing (the message says how to make one), ClosedError if it was
         closed before its export, and CudaError if the driver refuses.
@@ -580,7 +580,7 @@ class Exports:
                     raise ValueError(f"{pool!r} cannot be shared: {remedy}")
                 on_device = pool.location.type is MemLocationType.DEVICE
                 device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
-                found = self._pools[pool] = ExportedPool(pool, self, device)
+                found = self._pools[pool] = PoolExport(pool, self, device)
                 for closed in [*filter(attrgetter("closed"), list(self._pools))]:
                     self._pools.pop(closed, None)
             return found

@@ -42,11 +42,11 @@ from streamalloc.formats.html import Row, Shown, mib
 from streamalloc.ipc.exporter.exports import (
     NO_FABRIC_POOLS,
     POSIX,
-    ExportedPool,
     Exports,
     Hold,
     KeptReferences,
     Lease,
+    PoolExport,
     exports_for,
     exports_of,
     hung_up,
@@ -405,7 +405,7 @@ class _Thing(NamedTuple):
     """Device address of the contents in this process; 0 if there are none."""
     lease: Lease | None = None
     """Lease of a buffer; None for everything else."""
-    pool: ExportedPool | None = None
+    pool: PoolExport | None = None
     """Pool of the memory. The pool's handle is sent with the descriptor, and the number of its mark: a word that
     changes when the pool ends.
     """

@@ -36,8 +36,8 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.formats.html import Row
-from streamalloc.ipc.importer.imports import Import, ImportUse, LeaseUse, PoolHandle, imports_of
-from streamalloc.ipc.wire.control_block import ControlBlock, SlotWords, reached
+from streamalloc.ipc.importer.imports import Import, ImportUse, LeaseUse, PoolImport, imports_of
+from streamalloc.ipc.wire.control_block import ControlBlock, ExporterWords, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechanism
 from streamalloc.pool.internal import location_of_pool
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
@@ -52,7 +52,7 @@ class Announcement(NamedTuple):
     """
 
     block: ControlBlock
-    words: SlotWords
+    words: ExporterWords
     """The words of the announcement's slot that the exporter writes (``ready``, ``announced``, ``generation``)."""
     generation: int
     ready: int
@@ -68,11 +68,14 @@ class Announcement(NamedTuple):
         """Whether an importer wrote the value, because the exporter had died before its stream wrote it."""
         return self.words.was_lost(self.ready)
 
-    def precede(self, stream: Stream) -> None:
+    def precede(self, stream: Stream, memory: Memory | None = None) -> None:
         """Make later work of ``stream`` wait for the announcement, unless the value is written already
-        (``cuStreamWaitValue32``). Raises ValueError if the exporter has announced no such value, CaptureError if the
-        stream is being captured, ClosedError if it was closed, and CudaError if the driver refuses.
+        (``cuStreamWaitValue32``). The checker of the driver is told that the contents of ``memory`` are waited for.
+        Raises ValueError if the exporter has announced no such value, CaptureError if the stream is being captured,
+        ClosedError if it was closed, and CudaError if the driver refuses.
         """
+        if memory is not None:
+            self._tell_checker(memory, stream)
         if self.written:
             return
         if not reached(self.words.announced.value, self.ready):
@@ -80,46 +83,33 @@ class Announcement(NamedTuple):
         self.block.expect(self.words, self.ready)
         self.block.wait(stream, self.words.ready, self.ready)
 
-    def wait(self, stream: Stream | None) -> None:
-        """Make ``stream`` wait for the announcement. The host waits instead, at most until the exporter dies, if
-        ``stream`` is None or is being captured. Raises the errors of :meth:`precede` except CaptureError; none if
-        ``stream`` is None.
+    def wait(self, stream: Stream | None, memory: Memory | None = None) -> None:
+        """Make ``stream`` wait for the announcement (:meth:`precede`). If ``stream`` is None or is being captured, the
+        host waits instead, at most until the exporter dies. Raises the errors of :meth:`precede` except CaptureError;
+        none if ``stream`` is None.
         """
         if stream is not None:
             with contextlib.suppress(CaptureError):
-                self.precede(stream)
+                self.precede(stream, memory)
                 return
         if not self.written:
             # The host's wait ends at the latest when the exporter dies: a thread of this process then writes the value.
             self.block.expect(self.words, self.ready)
             while not self.written:
                 time.sleep(_PAUSE)
-
-    # -- memory that was opened without a stream -------------------------------------------------------------
-    # The default stream of the device waits for the contents at the open, every other stream before its first use of
-    # the memory. The host waits before it returns an address, because the package is not told of uses by address. The
-    # host also waits before a use in a capture, because graphs cannot wait for other processes.
-
-    def await_on(self, memory: Memory, stream: Stream | None) -> None:
-        """Make ``stream`` wait for the contents of ``memory``; if None, the host waits. A checker of the driver is
-        notified. Raises the errors of :meth:`wait`.
-        """
-        if stream is None:
-            self.wait(None)
-        self.notify_listener(memory, stream)
-        if stream is not None:
-            self.wait(stream)
+        if stream is None and memory is not None:
+            self._tell_checker(memory, None)
 
     def seen(self, memory: Memory) -> bool:
-        """Whether the contents of ``memory`` are complete now, so that nobody has to wait. If so, a checker of the
+        """Whether the contents of ``memory`` are complete now, so that nobody has to wait. If so, the checker of the
         driver is told that the host has waited for them.
         """
         written = self.written
         if written:
-            self.notify_listener(memory, None)
+            self._tell_checker(memory, None)
         return written
 
-    def notify_listener(self, memory: Memory, stream: Stream | None) -> None:
+    def _tell_checker(self, memory: Memory, stream: Stream | None) -> None:
         """Tell the checker, if the driver has one, that ``stream`` waits for the contents of ``memory``.
         ``stream=None``: the host waits.
         """
@@ -140,7 +130,7 @@ class ImportedPool(Foreign, Closes):
     The handle of :meth:`from_handle` does not wait for the owner.
     """
 
-    def __init__(self, pool: PoolHandle, device: Device) -> None:
+    def __init__(self, pool: PoolImport, device: Device) -> None:
         self._pool = pool
         self.device: Device = device
         """Device of the pool's memory."""
@@ -279,8 +269,10 @@ class ForeignMemory(Memory, Foreign):
     _announced: Announcement | None
     """Announcement of the last open; None if the descriptor has no control block."""
     _contents: tuple[Announcement, ...]
-    """One announcement for each open without a stream. Each stream waits for all of these announcements before it uses
-    the memory.
+    """One announcement for each open without a stream, for which the default stream of the device waits at the open.
+    Every other stream waits for all of these announcements before it uses the memory. The host waits before it returns
+    an address, because the package is not told of uses by address, and before a use in a capture, because graphs cannot
+    wait for other processes.
     """
 
     @property
@@ -296,12 +288,12 @@ class ForeignMemory(Memory, Foreign):
         """
         at = self._at
         for contents in self._contents:
-            contents.await_on(self, None)
+            contents.wait(None, self)
         return at
 
     def _await_on(self, stream: Stream) -> None:
         for contents in self._contents:
-            contents.await_on(self, stream)
+            contents.wait(stream, self)
 
     @property
     def lost(self) -> bool:
@@ -343,8 +335,7 @@ class ImportedBuffer(ForeignMemory, Closes):
             self._use.begin()
             self._nbytes = described.size or self._checked_import().nbytes
             if announced is not None:
-                announced.notify_listener(self, stream)
-                announced.precede(stream)
+                announced.precede(stream, self)
         except BaseException as first:
             # Undo the open after any error, also one that a signal handler raised. Otherwise the owner's free would
             # wait forever.

@@ -93,7 +93,7 @@ class LeaseUse(Deferred):
 
     def refuse_freed(self) -> None:
         """Raise StaleDescriptorError if the memory was freed."""
-        if self.words.slot_words.generation.value != self.generation:
+        if self.words.exporter_words.generation.value != self.generation:
             raise StaleDescriptorError("this memory was freed by its owner before it was opened here")
 
     def take_back(self) -> None:
@@ -131,7 +131,7 @@ class LeaseUse(Deferred):
         return True
 
 
-class PoolHandle(Deferred):
+class PoolImport(Deferred):
     """The driver's handle of a pool of another process.
 
     The handle is destroyed only after the frees of all imported allocations have run. Driver 580.159 does not wait for
@@ -191,7 +191,7 @@ class Import:
     """
 
     def __init__(
-        self, imports: Imports, pool: PoolHandle | None, device: Device, block: ControlBlock | None, new: Descriptor
+        self, imports: Imports, pool: PoolImport | None, device: Device, block: ControlBlock | None, new: Descriptor
     ) -> None:
         """Prepare an import that :meth:`begin` makes. ``new``: the descriptor of the memory; ``block``: its control
         block. Raises ValueError if the block has no such slot.
@@ -199,7 +199,7 @@ class Import:
         if imports.thread is None:
             imports.start_thread()
         self.imports: Imports = imports
-        self.from_pool: PoolHandle | None = pool
+        self.from_pool: PoolImport | None = pool
         """The allocation's pool; None for an allocation of ``cuMemAlloc``."""
         self.device: Device = device
         """Device of the memory."""
@@ -412,9 +412,9 @@ class Imports:
         self.deferred: DeferredQueue = deferred_queue(session)
         self.version: int = int(session.call("cuDriverGetVersion"))
         self.blocks: dict[bytes, ControlBlock] = {}
-        self.pools: dict[bytes, PoolHandle] = {}
+        self.pools: dict[bytes, PoolImport] = {}
         """Imported pools by their ids in descriptors (16 bytes)."""
-        self.handles: dict[int, PoolHandle] = {}
+        self.handles: dict[int, PoolImport] = {}
         """Imported pools by ``CUmemoryPool`` as a number. The driver returns the same handle for repeated imports."""
         self.allocations: dict[tuple[bytes, int], Import] = {}
         """Imported allocations by :attr:`Import.key`."""
@@ -505,7 +505,7 @@ class Imports:
             if block is None or block.fd is not fd:
                 fd.close()
 
-    def pool(self, described: Descriptor, take: Callable[[bytes], Fd]) -> PoolHandle:
+    def pool(self, described: Descriptor, take: Callable[[bytes], Fd]) -> PoolImport:
         """Return the pool that a descriptor names; the first call imports the file descriptor that ``take`` returns for
         the pool's id. The pool stays in :attr:`pools`, because later descriptors may come without its handle. Raises
         the errors of ``take`` and of :meth:`import_pool`.
@@ -519,13 +519,13 @@ class Imports:
                     pool = self.pools[described.origin] = self.import_pool(fd.fileno())
         return pool
 
-    def import_pool(self, fd: int) -> PoolHandle:
+    def import_pool(self, fd: int) -> PoolImport:
         """Import the pool of the file descriptor ``fd`` (``cuMemPoolImportFromShareableHandle``). ``fd`` stays open.
         The caller holds :attr:`lock`: without it, another thread's destruction of the same pool could make the driver's
         handle invalid. Raises ValueError if ``fd`` is certainly no handle of a driver, and CudaError if the driver
         refuses.
         """
-        new, name = PoolHandle(self), "cuMemPoolImportFromShareableHandle"
+        new, name = PoolImport(self), "cuMemPoolImportFromShareableHandle"
         new._raw = self.session.call(name, check_exported(fd), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
         return self.handles.setdefault(int(new._raw), new)
 

@@ -23,7 +23,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.importer.imported import Announcement, ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
-from streamalloc.ipc.importer.imports import Import, Imports, LeaseUse, PoolHandle, imports_of
+from streamalloc.ipc.importer.imports import Import, Imports, LeaseUse, PoolImport, imports_of
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch, published
 from streamalloc.ipc.wire.control_block import ControlBlock, Word
@@ -210,7 +210,7 @@ class Received:
         imports, described = self.imports, self.described
         self.block = block = imports.blocks.get(described.control_block) or imports.block_of(described, self.take)
         if block is not None:
-            words = block.slots.get(described.slot) or block.slot_words(described.slot)
+            words = block.slots.get(described.slot) or block.exporter_words(described.slot)
             self.announced = Announcement(block, words, described.generation, described.ready)
             if described.hold:
                 self._mark = block.mark("hold", described.hold)
@@ -274,7 +274,7 @@ def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
     return ordered
 
 
-def _open_allocation(received: Received, pool: PoolHandle | None = None) -> ImportedBuffer:
+def _open_allocation(received: Received, pool: PoolImport | None = None) -> ImportedBuffer:
     ordered, announced = received.stream, received.announced
     if announced is not None and ordered.is_default and not announced.written:
         # The capture is refused before the import, because a captured stream could not release an import again.
@@ -363,8 +363,7 @@ def _open_range(received: Received, total: int, growable: bool) -> ImportedRange
         announced = received.announced
         if announced is not None:
             for ordered in streams:
-                announced.notify_listener(opened, ordered)
-                announced.precede(ordered)
+                announced.precede(ordered, opened)
     if lease is not None:
         opened._replace_lease(lease)
     if growable:

@@ -46,7 +46,7 @@ class RingItem(SlotMemory):
         self._number = number
         self._mine = block.importer_words(number, block.importer)
         """Words of the slot that this consumer writes."""
-        self._words = block.slot_words(number)
+        self._words = block.exporter_words(number)
         """Words of the slot that the producer writes."""
         self._ready = 0
         """Value that ``ready`` reaches when the contents are complete."""

@@ -177,7 +177,7 @@ class OpenEpoch:
         slot, generation, value = map(int, numbers)
         block = imports_of(session).control_block(bytes.fromhex(name), lambda _: Fd(os.dup(fd.fileno())))
         assert block is not None
-        self.ready = Announcement(block, block.slot_words(slot), generation, value)
+        self.ready = Announcement(block, block.exporter_words(slot), generation, value)
 
     @property
     def nbytes(self) -> int:

@@ -124,7 +124,7 @@ class Word(ctypes.c_uint32):
     """Address of the word as a ``CUdeviceptr``, for ``cuStreamWriteValue32`` and ``cuStreamWaitValue32``."""
 
 
-class SlotWords:
+class ExporterWords:
     """Words of one slot that the exporter writes, and the places of the importers' words. Raises ValueError if there is
     no such slot.
     """
@@ -157,11 +157,11 @@ class SlotWords:
 class ImporterWords:
     """Words of one slot that one importer writes. Raises ValueError if there is no such slot."""
 
-    __slots__ = ("awaited", "closed", "closing", "importer", "opened", "slot_words")
+    __slots__ = ("awaited", "closed", "closing", "exporter_words", "importer", "opened")
 
     def __init__(self, block: ControlBlock, slot: int, importer: int) -> None:
         self.importer: int = importer
-        self.slot_words: SlotWords = block.slot_words(slot)
+        self.exporter_words: ExporterWords = block.exporter_words(slot)
         self.opened: Word = block.word("opened", slot, importer)
         self.closing: Word = block.word("closing", slot, importer)
         self.closed: Word = block.word("closed", slot, importer)
@@ -225,7 +225,7 @@ class ControlBlock:
         """Column of this process in the words of importers, from 0; -1 in the exporter."""
         self._watched: set[int] = set()
         """Bytes of the file for whose locks threads wait. The exporter locks byte 0, an importer ``1 + index``."""
-        self._expected: dict[tuple[SlotWords, int], None] = {}
+        self._expected: dict[tuple[ExporterWords, int], None] = {}
         """Tuples of a slot's words and the value of ``ready`` that streams of this process wait for."""
         self.free_slots: list[int] = [*reversed(range(SLOTS))]
         """Indexes of the slots that the exporter may give to a lease."""
@@ -242,7 +242,7 @@ class ControlBlock:
         # The file is opened anew, because locks belong to the open file, which a received descriptor shares with the
         # sender.
         self._own = _reopened(fd)
-        self.slots: dict[int, SlotWords] = {}
+        self.slots: dict[int, ExporterWords] = {}
         self.importers: dict[tuple[int, int], ImporterWords] = {}
         """Objects that :meth:`importer_words` has returned, by slot and importer."""
         self._raw: int | None = None
@@ -330,12 +330,12 @@ class ControlBlock:
         word.pointer = cuda.CUdeviceptr(address)
         return word
 
-    def slot_words(self, slot: int) -> SlotWords:
+    def exporter_words(self, slot: int) -> ExporterWords:
         """Return the exporter's words of a slot. Each call returns the same object. Raises ValueError if there is no
         such slot.
         """
         # setdefault is atomic. Words are compared by identity, so two threads must get the same object.
-        return self.slots.get(slot) or self.slots.setdefault(slot, SlotWords(self, slot))
+        return self.slots.get(slot) or self.slots.setdefault(slot, ExporterWords(self, slot))
 
     def importer_words(self, slot: int, importer: int) -> ImporterWords:
         """Return the words of a slot that an importer writes. Each call returns the same object.
@@ -377,7 +377,7 @@ class ControlBlock:
             word = self._mark_words[kind, index] = self.word(kind, index)
         return word
 
-    def all_closed(self, words: SlotWords) -> bool:
+    def all_closed(self, words: ExporterWords) -> bool:
         """Whether every importer that has opened a slot has closed it and finished its work. ``words``: those of the
         slot.
         """
@@ -484,7 +484,7 @@ class ControlBlock:
         """
         self._watch(1 + importer)
 
-    def expect(self, words: SlotWords, wanted: int) -> None:
+    def expect(self, words: ExporterWords, wanted: int) -> None:
         """Have ``ready`` of ``words`` set to ``wanted`` if the exporter dies before the word has reached that value.
         Call this before a stream waits for ``wanted``. Raises OSError if the file cannot be opened again.
 

@@ -213,7 +213,7 @@ def test_threads_get_one_slot_s_words(pool: sa.MemoryPool, stream: sa.Stream, mo
         with monkeypatch.context() as patch:
             patch.setattr(ControlBlock, "word", other_thread_first)
             mine = block.importer_words(unused, block.importer)
-        assert mine is found[0] and mine.slot_words is block.slot_words(unused)
+        assert mine is found[0] and mine.exporter_words is block.exporter_words(unused)
 
 
 class TestTheFile:
