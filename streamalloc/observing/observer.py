@@ -214,7 +214,7 @@ class Account:
         why = f"{whose}, {size_text(limit)}, leaves no room for {size_text(nbytes)}"
         why = f"{why}: {size_text(self.nbytes)} are allocated"
         figures = {"requested": nbytes, "used": self.nbytes, "limit": limit}
-        return refused(OutOfMemoryError, call, why, **figures, holders=tuple(largest(self.live.values())))
+        return refused(OutOfMemoryError, call, why, **figures, holders=tuple(largest([*self.live.values()])))
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None) -> list[str]:
         """Return texts about the live memory of a location: one for each of the five lines of the program with most
@@ -223,10 +223,12 @@ class Account:
         Only memory of ``allocators`` counts; None: memory of all allocators, and mappings.
         """
         self._enter_notes()
-        live = [one for one in tuple(self.live.values()) if one.source.location == location]
+        live = [one for one in [*self.live.values()] if one.source.location == location]
         if allocators is not None:
-            known = [*self._sources.items()]
-            own = {id(source) for one, source in known if one in allocators or getattr(one, "pool", None) in allocators}
+            # `keyrefs` lists the references in one call: other threads allocate, and add sources, meanwhile.
+            known = [one for reference in self._sources.keyrefs() if (one := reference()) is not None]
+            counted = [one for one in known if one in allocators or getattr(one, "pool", None) in allocators]
+            own = {id(self._sources.get(one)) for one in counted}
             live = [one for one in live if id(one.source) in own]
         return largest(live)
 

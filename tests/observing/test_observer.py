@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from streamalloc.core.internal import watching_of
 from streamalloc.interop.bridge import Sources
 from streamalloc.observing import LeakError
 from streamalloc.observing.observer import Account
+from streamalloc.observing.records import places
 from tests.interleaving import interleaved
 from tests.processes import fork
 from tests.support import MiB, each_raises, read
@@ -595,3 +597,26 @@ class TestTogether:
             ends.close()
             assert live.pop() == 0 and len(path.read_text().splitlines()) == 5
         ends.close()
+
+    @pytest.mark.parametrize("listed", [places, weakref.WeakKeyDictionary.keyrefs], ids=["live", "of a pool"])
+    def test_an_allocation_while_holders_are_listed(self, device: sa.Device, pool: sa.MemoryPool, listed: Any) -> None:
+        """The error for an allocation over the limit names them, and so does the one of a pool without memory."""
+        addresses = itertools.count(8, 8)
+
+        def make() -> Account:
+            account = sa.observe(pool, limit=1)._account
+            account.allocated(pool, next(addresses), 8, 0)
+            return account
+
+        def first(account: Account) -> None:
+            if listed is places:
+                each_raises(sa.OutOfMemoryError, lambda: account.asked(pool, 8), match="in 1 allocation")
+            else:
+                assert len(account.holders(pool.location, [pool])) == 1
+
+        def second(account: Account) -> None:
+            with sa.MemoryPool(device) as other:
+                account.allocated(other, next(addresses), 8, 0)
+
+        for _ in interleaved(listed, make, first, second):
+            pass
