@@ -487,7 +487,7 @@ class Observer(Drawn, Leaves):
     def live(self) -> tuple[Allocation, ...]:
         """Live allocations, oldest first. An allocation whose free the driver has refused is listed as a new one."""
         self._account.settle()
-        return tuple(self._account.live.values())
+        return tuple([*self._account.live.values()])  # See :attr:`history`.
 
     @property
     def nbytes(self) -> int:
@@ -511,7 +511,9 @@ class Observer(Drawn, Leaves):
     def history(self) -> tuple[Happening, ...]:
         """Allocations, frees and failures, oldest first: the last n of them with ``observe(history=n)``."""
         self._account.settle()
-        return tuple(self._account.happened)
+        # A list is made first, in one call. The collector may run at the allocation of a tuple and let another thread
+        # enter notes.
+        return tuple([*self._account.happened])
 
     def leaks(self) -> LeakReport:
         """Return a report of the live allocations, grouped by the line that allocated the memory."""

@@ -620,3 +620,23 @@ class TestTogether:
 
         for _ in interleaved(listed, make, first, second):
             pass
+
+    @pytest.mark.parametrize("name", ["live", "history"])
+    def test_a_note_while_the_collector_runs(self, pool: sa.MemoryPool, name: str) -> None:
+        """The collector may let other threads run at an allocation of the thread that reads."""
+        account = (observer := sa.observe(pool))._account
+        addresses = itertools.count(8, 8)
+
+        def enter(*_: object) -> None:
+            account.allocated(pool, next(addresses), 8, 0)
+
+        enter()
+        before = gc.get_threshold()
+        gc.callbacks.append(enter)
+        try:
+            gc.set_threshold(1)
+            found = [getattr(observer, name) for _ in range(50)]
+        finally:
+            gc.set_threshold(*before)
+            gc.callbacks.remove(enter)
+        assert len(found[-1]) >= len(found[0])
