@@ -167,7 +167,7 @@ class Sums:
     def marked(self) -> Counter[Line]:
         """Return the bytes of each line at the mark; 0 for each line before the first mark."""
         found = self.now.copy()
-        found.subtract(self._since)
+        found.subtract(self._since.copy())
         return found
 
 
@@ -312,7 +312,7 @@ class Memory:
     def _unmap(self, call: DriverCall) -> None:
         start, size = number_of(call.args[0]), int(call.args[1])
         found = self._mapped.get(start)
-        ends = [start] if found and found[0] == size else [at for at in self._mapped if start <= at < start + size]
+        ends = [start] if found and found[0] == size else [at for at in [*self._mapped] if start <= at < start + size]
         for at in ends:
             held = self._mapped.pop(at)[1]
             held.maps -= 1
@@ -409,7 +409,7 @@ class Memory:
         self._catch_up()
         with self._lock:
             libraries: Counter[str] = Counter()
-            for line, nbytes in self._sums.now.items():
+            for line, nbytes in self._sums.now.copy().items():
                 libraries[line.library] += nbytes
             return self._sums.total, self._peak, dict(libraries)
 
@@ -427,7 +427,8 @@ class Memory:
         sums = self._sums.now.copy()
         rows: list[Row] = []
         segments: dict[int, dict[int, int]] = {}
-        for held in {*self._held.values(), *(one for _, one in self._mapped.values())}:
+        # Tables are copied before a loop. The collector may run in it, and finalisers that free memory enter the lock.
+        for held in {*self._held.values(), *(one for _, one in [*self._mapped.values()])}:
             if torch.has(held.address):
                 held.line.library = "PyTorch"
             elif _is_segment(held.line, "CuPy"):
@@ -436,7 +437,7 @@ class Memory:
                 continue
             sums[held.line] -= held.nbytes
         rows += _rows_of_torch(torch)
-        blocks = {address: (nbytes, line.place) for address, (line, nbytes) in self._blocks.items()}
+        blocks = {address: (nbytes, line.place) for address, (line, nbytes) in self._blocks.copy().items()}
         for device, found in segments.items():
             rows += _rows_of(device, "CuPy", split(found, blocks))
         rows += ask.rows(sums)

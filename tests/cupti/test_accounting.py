@@ -1,6 +1,7 @@
 """Device memory of the process by library and line: now, at the peak, and when the driver refused it."""
 
 import contextlib
+import gc
 import os
 import random
 import sys
@@ -451,6 +452,33 @@ def test_cupys_segments_are_split(shown: Any, memory: cupti.Memory) -> None:
     assert mine(full) == {"live blocks": 25, "fragments": 15}
     assert mine(now) == {"live blocks": 5, "cached blocks": 20, "fragments": 15}
     assert mine(peak) == {"live blocks": 25, "cached blocks and fragments": 15}
+
+
+def test_finalisers_that_free_blocks_while_the_account_is_read(shown: Any, memory: cupti.Memory) -> None:
+    """They may run on the thread that reads it, which has the lock."""
+
+    def tell(kind: str, address: int) -> None:
+        memory._library_has(Event(1, kind, address, 512, 0, "CuPy", tuple))
+
+    def free(*_: object) -> None:
+        if left:
+            tell(FREED, left.pop())
+
+    segment = int(ok(shown.cuMemAlloc(2 * MiB)))
+    tell(SEGMENT, segment)
+    left = [segment + 512 * number for number in range(1024)]
+    for address in left:
+        tell(ALLOCATED, address)
+    before = gc.get_threshold()
+    gc.callbacks.append(free)
+    try:
+        gc.set_threshold(1)
+        moments = memory.moments()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(free)
+    ok((*shown.cuMemFree(segment), None))
+    assert len(moments) == 2 and len(left) < 1024
 
 
 def test_blocks_of_libraries_are_recorded_in_place_of_their_segments(shown: Any) -> None:
