@@ -26,7 +26,8 @@ In the process that opens the buffer:
 8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``). Then
    ``Received.close`` ends the hold: it sets the mark of the hold to 0, or closes the pipe of the hold.
 9. *Close.* ``importer.imported.ImportedBuffer.close`` ends one use, by ``ImportUse.end`` and ``Import.end_use``. The
-   end of the last use frees the import in stream order (``cuMemFreeAsync``).
+   end of the last use frees the import in stream order (``cuMemFreeAsync``). For memory of ``cuMemAlloc`` the host
+   waits for the stream at each close, before it takes the lock of the imports.
 10. *Closed.* ``LeaseUse.end`` has the stream write the word ``closed`` after that free; if the stream is idle, the host
     writes it. Then the host writes ``closing``.
 

@@ -34,7 +34,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
-from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, ChunkHandle, Descriptor, Flags
+from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Flags
 from streamalloc.pool.internal import OnceIdle
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_exported, import_memory
@@ -471,20 +471,6 @@ class Imports:
             f"{self.version // 1000}.{self.version % 1000 // 10}: NVIDIA supports equal ones only",
             DriverVersionWarning,
         )
-
-    def block_of(self, described: Descriptor, take: Callable[[bytes], Fd]) -> ControlBlock | None:
-        """Return the exporter's control block (:meth:`control_block`). None if the descriptor names no block, or if the
-        block is on another machine.
-        """
-        name = described.control_block
-        if name == NOWHERE:
-            return None
-        try:
-            return self.control_block(name, take)
-        except ConnectionError:
-            if described.handle_type == FABRIC and self.device_of(described.device) is None:
-                return None
-            raise
 
     def control_block(self, name: bytes, take: Callable[[bytes], Fd]) -> ControlBlock:
         """Return the control block with the id ``name`` (16 bytes). The first call maps the file that ``take(name)``

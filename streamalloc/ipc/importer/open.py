@@ -27,7 +27,7 @@ from streamalloc.ipc.importer.imports import Import, Imports, LeaseUse, PoolImpo
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch, published
 from streamalloc.ipc.wire.control_block import ControlBlock, Word
-from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Flags, Mechanism
+from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, Descriptor, Flags, Mechanism
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_mappable
 
@@ -157,7 +157,7 @@ class Received:
     """The stream that waits for the contents: the caller's, or else the device's default stream."""
     any_stream: bool
     """Whether the caller named no stream: then each stream that uses the memory waits for the contents, too."""
-    block: ControlBlock | None
+    block: ControlBlock | None = None
     """The exporter's control block. None if there is none, or if it is on another machine."""
     announced: Announcement | None = None
     """The announcement of the contents; None if there is no control block."""
@@ -204,16 +204,23 @@ class Received:
         return fetch(self.described.endpoint, name)
 
     def attach(self) -> None:
-        """Map the exporter's control block, and find the announcement and the mark of the hold in it. Raises the errors
-        of :meth:`Imports.block_of`; ValueError if there is no such slot or mark.
+        """Map the exporter's control block, if the descriptor names one and it is on this machine, and find the
+        announcement and the mark of the hold in it. Raises the errors of :meth:`Imports.control_block`; ValueError if
+        there is no such slot or mark.
         """
         imports, described = self.imports, self.described
-        self.block = block = imports.blocks.get(described.control_block) or imports.block_of(described, self.take)
-        if block is not None:
-            words = block.slots.get(described.slot) or block.exporter_words(described.slot)
-            self.announced = Announcement(block, words, described.generation, described.ready)
-            if described.hold:
-                self._mark = block.mark("hold", described.hold)
+        if described.control_block == NOWHERE:
+            return
+        try:
+            self.block = block = imports.control_block(described.control_block, self.take)
+        except ConnectionError:
+            if described.handle_type == FABRIC and imports.device_of(described.device) is None:
+                return
+            raise
+        words = block.slots.get(described.slot) or block.exporter_words(described.slot)
+        self.announced = Announcement(block, words, described.generation, described.ready)
+        if described.hold:
+            self._mark = block.mark("hold", described.hold)
 
     def close(self) -> None:
         """End the hold (:class:`~streamalloc.ipc.exporter.exports.Hold`): set its mark to 0, or close its pipe with the
