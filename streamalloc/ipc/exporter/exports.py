@@ -85,12 +85,11 @@ class Hold:
     Assigning ``lost`` moves the hold to another carrier. Finalisers may call :meth:`end`.
     """
 
-    __slots__ = ("__weakref__", "_mark", "_over", "lost")
+    __slots__ = ("__weakref__", "_mark", "lost")
 
-    def __init__(self, lost: Callable[[], bool] | None = None) -> None:
-        self.lost: Callable[[], bool] | None = lost
+    def __init__(self, lost: Callable[[], bool] = bool) -> None:
+        self.lost: Callable[[], bool] = lost
         self._mark: ExporterMark | None = None
-        self._over = False
 
     def mark(self, block: ControlBlock) -> int:
         """Return the number of a mark in ``block``. When the importer opens the descriptor, it sets this mark to 0. The
@@ -101,15 +100,22 @@ class Hold:
         return self._mark.number
 
     def over(self) -> bool:
-        """Whether the hold has ended. The call ends the hold if the mark was set to 0, or if ``lost`` returns True."""
-        if not self._over and ((self._mark is not None and self._mark.over()) or (self.lost and self.lost())):
+        """Whether the hold has ended: the mark was set to 0, or ``lost`` returns True. If so, the mark and the carrier
+        are released.
+        """
+        mark = self._mark
+        over = (mark is not None and mark.over()) or self.lost()
+        if over:
             self.end()
-        return self._over
+        return over
 
     def end(self) -> None:
         """End the hold, so that it no longer delays the free of the allocation. Idempotent."""
-        self._over = True
-        self.lost = self._mark = None
+        self.lost, self._mark = _ended, None
+
+
+def _ended() -> bool:
+    return True
 
 
 def hung_up(end: Fd | Channel | int) -> bool:
