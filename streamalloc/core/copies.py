@@ -436,10 +436,10 @@ def copy_batch(
     if len(srcs) != len(dsts) or not srcs:
         raise ValueError(f"{len(srcs)} srcs and {len(dsts)} dsts: a batch has as many of both, and at least one")
     wanted = [options or CopyOptions()] * len(srcs) if options is None or isinstance(options, CopyOptions) else options
+    for one in wanted if isinstance(wanted, Sequence) else [wanted]:
+        checked_type("options", one, CopyOptions)
     if len(wanted) != len(srcs):
         raise ValueError(f"{len(wanted)} options for {len(srcs)} copies")
-    for one in wanted:
-        checked_type("options", one, CopyOptions)
     if not hasattr(cuda, "CUmemcpyAttributes") or not hasattr(cuda, "cuMemGetDefaultMemPool"):
         raise unsupported(_CALL, "cuda-bindings 13.0", f"cuda-bindings {BINDINGS_VERSION}")
     ordered = as_stream(stream, _session_of(stream, (*srcs, *dsts)))

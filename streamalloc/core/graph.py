@@ -173,8 +173,8 @@ class Graph(Closes):
         TypeError, ValueError
             ``stream`` is not a stream of this driver.
         """
-        self.instantiate()
         target = as_stream(stream, self._session)
+        self.instantiate()
         hint = "free what an earlier launch allocated, or instantiate the graph with auto_free_on_launch=True"
         launched = self._executable._raw, target.checked_raw()
         self._session.call_in(target.device.ordinal, "cuGraphLaunch", *launched, hint=hint)

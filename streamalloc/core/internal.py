@@ -55,6 +55,7 @@ from streamalloc.core.stream import (
     Stream,
     StreamLike,
     as_stream,
+    awaited_stream,
     library_stream,
     name_of_stream,
     this_thread,

@@ -445,7 +445,7 @@ class Stream(Closes, Shown):
                 self._notice_joining()
                 return
             self.checked_raw()  # Raises for a closed stream before the other stream records an event.
-            event = _awaited_stream(cast("StreamLike", other), session).record()
+            event = awaited_stream("other", cast("StreamLike", other), session).record()
         capture = event._capture
         if capture is not None and capture is not self._capture:
             capture.join(self, event)
@@ -554,12 +554,14 @@ class Stream(Closes, Shown):
         return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
 
 
-def _awaited_stream(other: StreamLike, session: Session) -> Stream:
-    """Return the stream ``other`` of a wait, as :func:`as_stream` does. Its TypeError names events, too."""
+def awaited_stream(name: str, other: StreamLike, session: Session) -> Stream:
+    """Return the stream ``other`` of a wait, as :func:`as_stream` does. Its TypeError has the argument's ``name``, and
+    names events, too.
+    """
     try:
         return as_stream(other, session)
     except TypeError:
-        handle_of_library_stream(other, "other must be an Event, a Stream")
+        handle_of_library_stream(other, f"{name} must be an Event, a Stream")
         raise
 
 
@@ -609,7 +611,13 @@ class OwnStream(Stream):
         stream.sees_all_work = not blocking
         # No other code can capture the stream before it gets the handle.
         stream._prepare(device, None, capturable=False)
-        stream._session.create_in(device.ordinal, stream, "cuStreamCreateWithPriority", int(flags), priority)
+        stream._session.create_in(
+            device.ordinal,
+            stream,
+            "cuStreamCreateWithPriority",
+            int(flags),
+            min(max(priority, -(1 << 31)), (1 << 31) - 1),
+        )
         stream._open()
         listener = stream._session.listener
         if name:

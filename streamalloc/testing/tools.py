@@ -14,7 +14,7 @@ from typing import Any
 
 from streamalloc import driver
 from streamalloc.core.errors import ClosedError, undoing
-from streamalloc.core.internal import Device, StreamLike, as_stream, work_all
+from streamalloc.core.internal import Device, StreamLike, as_stream, check_device, work_all
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Checked, Faulty, Hazard
@@ -48,6 +48,7 @@ class Gate(Closes):
     """
 
     def __init__(self, device: Device) -> None:
+        check_device("device", device)
         self._session = session_of(device)
         self.device = device
         self._flag: int | None = None

@@ -16,6 +16,7 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     await_device,
+    awaited_stream,
     known_location,
     work,
 )
@@ -115,7 +116,7 @@ def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
     """
     for one in each_of(after):
         if not isinstance(one, Event):
-            one = as_stream(one, session)
+            one = awaited_stream("after", one, session)
             one.refuse_capture("cuStreamSynchronize", "after: name events or streams outside of the capture")
         elif session_of(one) is not session:
             raise ValueError(f"after: {one!r} belongs to another driver")

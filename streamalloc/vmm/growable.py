@@ -24,7 +24,7 @@ from streamalloc.core.internal import Device, StreamLike, check_device, check_lo
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
-from streamalloc.vmm.access import Access, After, Rights, wait_for_users
+from streamalloc.vmm.access import Access, After, Rights, ends_of, wait_for_users
 from streamalloc.vmm.claims import claimed
 from streamalloc.vmm.ownership import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, device_first, properties_for
@@ -165,6 +165,8 @@ class GrowableBuffer(VirtualBuffer):
         size = self._checked("nbytes", nbytes, self.capacity)
         self.check_usable()
         self._check_thawed()
+        if after is not None:
+            after = [*ends_of(after, self._session)]
         needed = self._spec.round_up(size)
         if needed > self._mapped:
             starts = range(self._mapped, needed, self._chunk or needed - self._mapped)

@@ -90,6 +90,8 @@ class TestRefused:
             ([one], [3], None, TypeError, "copy 0: target must be"),
             (*pair, [CopyOptions()] * 2, ValueError, "2 options for 1 copies"),
             (*pair, [None], TypeError, "options must be"),
+            (*pair, "any", TypeError, "options must be a CopyOptions, not str"),
+            (*pair, 3, TypeError, "options must be a CopyOptions, not int"),
             (*pair, far, ValueError, "location id=99"),
         ]
         for srcs, dsts, options, error, words in cases:

@@ -15,7 +15,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.cli.info import missing_for
 from streamalloc.driver.bindings import cuda, enum_member
-from streamalloc.testing import Faults
+from streamalloc.testing import Faults, Gate
 from tests.support import MiB, each_raises, names
 
 # The attribute behind each capability (driver API, CUdevice_attribute) that is not its name with "_SUPPORTED".
@@ -166,6 +166,7 @@ def test_access(raw: Any, device: sa.Device, peer: sa.Device) -> None:
 @pytest.mark.parametrize("wrong", [None, 3, "x"])
 def test_arguments_of_other_types(device: sa.Device, wrong: Any) -> None:
     each_raises(TypeError, lambda: sa.Stream.of_handle(wrong, 5, None), match="device must be a Device")
+    each_raises(TypeError, lambda: Gate(wrong), match="device must be a Device")
     if not isinstance(wrong, str):
         each_raises(TypeError, lambda: device.attribute(wrong), match="name must be a string")
 
@@ -190,7 +191,7 @@ class TestStreamsOfADevice:
         """From 0 down to -5 on an H200; what lies outside is clamped."""
         with device.create_stream() as usual, device.create_stream(priority=-1) as first:
             assert (usual.priority, first.priority) == (0, -1)
-        with device.create_stream(priority=-99) as clamped, device.create_stream(priority=7) as last:
+        with device.create_stream(priority=-(1 << 40)) as clamped, device.create_stream(priority=1 << 31) as last:
             assert clamped.priority <= -1 and last.priority == 0
         for wrong in (1.5, "high", None):
             with pytest.raises(TypeError, match="priority"):

@@ -313,6 +313,17 @@ def test_memory_of_one_launch(device: sa.Device, stream: sa.Stream) -> None:
             buffer.add_free(after=[filled])
 
 
+def test_a_launch_that_is_refused_does_not_instantiate(device: sa.Device, stream: sa.Stream) -> None:
+    with sa.Graph.create(device) as graph:
+        each_raises(TypeError, lambda: graph.launch("stream"), match="stream must be a Stream")  # type: ignore[arg-type]
+        buffer = sa.GraphBuffer.add_to(graph, 16, stream)
+        graph.instantiate(auto_free_on_launch=True)
+        graph.launch(stream)
+        graph.launch(stream)
+        buffer.free()
+        stream.synchronize()
+
+
 def test_memory_that_outlives_a_launch(device: sa.Device, stream: sa.Stream) -> None:
     with sa.Graph.create(device) as graph:
         first = sa.GraphBuffer.add_to(graph, 16, stream)

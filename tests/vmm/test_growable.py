@@ -187,6 +187,15 @@ class TestShrink:
             buffer.resize(PAGE, after=after(stream, event))
             assert account.calls(*kinds)[done:] == [*waits, "cuMemUnmap", "cuMemRelease"]
 
+    @pytest.mark.parametrize("nbytes", [PAGE // 2, PAGE, 3 * PAGE])
+    def test_after_what_is_no_work(self, buffer: vmm.GrowableBuffer, nbytes: int) -> None:
+        """It is refused also if nothing is to be unmapped."""
+        before = buffer.nbytes
+        for wrong in ("stream", 3, [None]):
+            with pytest.raises(TypeError, match="after must be an Event, a Stream"):
+                buffer.resize(nbytes, after=wrong)  # type: ignore[arg-type]
+        assert buffer.nbytes == before
+
     def test_in_a_capture(self, buffer: vmm.GrowableBuffer, stream: sa.Stream) -> None:
         buffer.resize(2 * PAGE)
         buffer.fill(1)

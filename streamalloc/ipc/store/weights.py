@@ -12,7 +12,7 @@ from typing import Any
 
 from streamalloc.core.errors import AddressSpaceError, size_text, undoing
 from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView, as_stream, work
-from streamalloc.core.properties import MemAccess
+from streamalloc.core.properties import MemAccess, checked_type
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.importer.imported import Announcement, ForeignMemory
@@ -434,7 +434,7 @@ def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
     no address and the writer's addresses are taken, other addresses are reserved. Raises AddressSpaceError if a
     required address is taken.
     """
-    wanted = opened.address if at is None or isinstance(at, bool) else int(at)
+    wanted = opened.address if at is None or isinstance(at, bool) else checked_type("at", at, int)
     sizes = sorted({max(opened.nbytes, least) for least in _LEAST_RANGES})
     driver, found = opened.device.driver, 0
     # The larger sizes may not fit at the address, so these errors are hidden.

@@ -519,6 +519,7 @@ class BlockTier(Tier, Closes):
         CudaError
             The driver refused a call.
         """
+        checked_type("memory", memory, Memory)  # type: ignore[type-abstract]
         ordered = copying_stream(stream, self.device)
         side = CopySide.of(memory, session_of(ordered))
         size = checked_size("nbytes", nbytes)
@@ -557,6 +558,7 @@ class BlockTier(Tier, Closes):
             disk are checked while they are read, so the contents of the memory are then undefined.
         """
         checked_type("stored", stored, Stored)  # type: ignore[type-abstract]
+        checked_type("memory", memory, Memory)  # type: ignore[type-abstract]
         ordered = copying_stream(stream, self.device)
         side = CopySide.of(memory, session_of(ordered), writable=True)
         numbers = _checked(blocks, stored.nbytes, side)

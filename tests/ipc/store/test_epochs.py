@@ -148,6 +148,8 @@ def test_addresses_that_are_taken(store: ipc.Store) -> None:
         for at in (True, weights.address):
             with pytest.raises(sa.AddressSpaceError, match="taken"):
                 store.open("key", at=at)
+        with pytest.raises(TypeError, match="at must be an integer, not str"):
+            store.open("key", at="here")  # type: ignore[arg-type]
         for anywhere in (None, False):
             with store.open("key", at=anywhere) as elsewhere:
                 assert elsewhere.address != weights.address and holds(elsewhere["all"], 1)

@@ -1,5 +1,6 @@
 """Blocks that are copied one by one and by the kernel, and the times by which a tier chooses."""
 
+import functools
 import sys
 import time
 from pathlib import Path
@@ -471,3 +472,12 @@ def test_arguments_of_other_types(device: sa.Device, stream: sa.Stream, pool: sa
     with vmm.HostTier(device) as tier, pool.allocate(4096, stream) as buffer:
         each_raises(TypeError, lambda: tier.load(wrong, buffer, [0], stream), match="stored must be a Stored")
         each_raises(TypeError, lambda: tier.reserve(wrong, 4096), match="count must be an integer")
+        array: Any = np.zeros(4096, np.uint8)
+        stored = tier.save(buffer, [0], 4096, stream)
+        for memory in (wrong, array):
+            each_raises(
+                TypeError, functools.partial(tier.save, memory, [0], 4096, stream), match="memory must be a Memory"
+            )
+            each_raises(
+                TypeError, functools.partial(tier.load, stored, memory, [0], stream), match="memory must be a Memory"
+            )
