@@ -145,7 +145,7 @@ class TestExporter:
             return lease, buffer
 
         for lease, _ in interleaved(
-            Lease._ends_after,
+            Lease._follow_importers,
             make,
             lambda it: it[0].end(owner.stream),
             lambda it: it[1].free(still_imported="ignore"),

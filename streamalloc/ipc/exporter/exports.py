@@ -253,33 +253,32 @@ class Lease(SharedState):
         If the lease cannot end, nothing changes. Exception: with ``for_good``, descriptors become stale unless one is
         in transit. ``stream=None``: nothing is queued. Raises CudaError.
         """
+        words, ended = self.words, False
         with self.lock:
             if self._holds and self._in_transit():
                 return False
-            words = self.words
             words.generation.value = (self.generation + 1) % WORD
             fence()
-            return self.block.all_closed(words) or self._ends_after(stream, for_good)
-
-    def _ends_after(self, stream: Stream | None, for_good: bool) -> bool:
-        """Do the second part of :meth:`end`, for importers that have not written ``closed`` yet. If all of these have
-        written ``closing``, their writes of ``closed`` are queued: ``stream`` waits for them, and the result is True.
-        """
-        ended = False
-        try:
-            using = self._using()
-            opened, closing = self.block.opened[self.slot], self.block.closing[self.slot]
-            if all(opened[importer] == closing[importer] for importer in using):
-                for importer in using if stream is not None else ():
-                    theirs = self.block.importer_words(self.slot, importer)
-                    # ``opened`` cannot be used here, because it rises briefly while an importer refuses a stale
-                    # descriptor.
-                    self.block.wait_closed(stream, theirs, theirs.closing.value)  # type: ignore[arg-type]
-                ended = True
-        finally:
-            if not (ended or for_good):
-                self.words.generation.value = self.generation
+            try:
+                ended = self.block.all_closed(words) or self._follow_importers(stream)
+            finally:
+                if not (ended or for_good):
+                    words.generation.value = self.generation
         return ended
+
+    def _follow_importers(self, stream: Stream | None) -> bool:
+        """Make ``stream`` wait for the importers that have not written ``closed`` yet, if all of these have written
+        ``closing``: then their writes of ``closed`` are queued. Returns whether they have. Raises CudaError.
+        """
+        using = self._using()
+        opened, closing = self.block.opened[self.slot], self.block.closing[self.slot]
+        if any(opened[importer] != closing[importer] for importer in using):
+            return False
+        for importer in using if stream is not None else ():
+            theirs = self.block.importer_words(self.slot, importer)
+            # ``opened`` cannot be used here, because it rises briefly while an importer refuses a stale descriptor.
+            self.block.wait_closed(stream, theirs, theirs.closing.value)  # type: ignore[arg-type]
+        return True
 
     def unused(self) -> bool:
         """Whether nobody uses the memory any more: every hold has ended, and every importer has closed the memory and
