@@ -314,3 +314,31 @@ def test_threads_that_free_each_other_s_blocks(
     cache.close()
     device.synchronize()
     assert pool.statistics().used == 0
+
+
+def test_a_free_on_another_stream_while_bytes_are_counted(
+    device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
+) -> None:
+    """The collector may let other threads free at an allocation of the thread that counts."""
+
+    def free(*_: object) -> None:
+        if buffers:
+            buffers.pop().free(other)
+
+    with device.create_stream() as other, sa.CachingAllocator(pool) as cache:
+        buffers = [cache.allocate(SIZE, stream) for _ in range(32)]
+        own = cache._state.of(stream)
+        assert own is not None
+        gate.hold(other)
+        free()
+        before = gc.get_threshold()
+        gc.callbacks.append(free)
+        try:
+            gc.set_threshold(1)
+            counted = [own.free_bytes for _ in range(5)]
+        finally:
+            gc.set_threshold(*before)
+            gc.callbacks.remove(free)
+        assert counted == sorted(counted) and counted[-1] <= 32 * SIZE
+        buffers.clear()
+        gate.open()

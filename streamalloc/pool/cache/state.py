@@ -238,7 +238,7 @@ class StreamCache(Deferred):
     def free_bytes(self) -> int:
         """Bytes of blocks in free lists, and of blocks that wait for an event."""
         free = sum([one.nbytes * len(one.free) for one in list(self.classes.values()) if one.free])
-        return free + sum(block.size_class.nbytes for _, block in tuple(self.returning))
+        return free + sum(block.size_class.nbytes for _, block in [*self.returning])
 
     def serve_no_more(self) -> None:
         """End the stream cache: no new buffer gets a block of its free lists, and blocks of buffers in use return by
