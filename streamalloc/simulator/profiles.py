@@ -433,6 +433,9 @@ class MachineSpec:
             raise ValueError(f"kernels must be 'refuse' or 'ignore', got {self.kernels!r}")
         if self.memory is not None and self.memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {self.memory}")
+        if self.multicast_slots < 0 or not self.patience >= 0:  # NaN seconds are refused, too.
+            given = f"multicast_slots={self.multicast_slots}, patience={self.patience}"
+            raise ValueError(f"multicast_slots and patience must be at least 0, got {given}")
         object.__setattr__(self, "profile", load(os.fspath(self.profile_name)))
 
     @functools.cached_property

@@ -74,6 +74,8 @@ def test_settings(environment: Callable[[str], None], text: str, expected: dict[
         ("simulated:fabric=yes", "'fabric=yes'"),
         ("simulated:0", "STREAMALLOC_DRIVER='simulated:0'.*simulated:4 .four devices; at least 1"),
         ("simulated:devices=-1", "at least 1"),
+        ("simulated:multicast_slots=-1", "must be at least 0, got multicast_slots=-1"),
+        ("simulated:patience=nan", "must be at least 0, got .*patience=nan"),
         ("simulated:profile=b300", "profile must be one of"),
         ("simulated:profile=/no/such.json", "there is no such file"),
         ("cuda:0", "'cuda:0'"),
