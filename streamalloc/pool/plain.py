@@ -10,12 +10,13 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
+import functools
 import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from streamalloc.core.errors import CudaError, size_text, undoing
+from streamalloc.core.errors import CudaError, OutOfMemoryError, size_text, undoing
 from streamalloc.core.internal import (
     Allocator,
     Buffer,
@@ -34,6 +35,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     filled,
     location_of,
+    read_or_none,
     session_for,
 )
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_number, checked_size
@@ -497,7 +499,12 @@ class PlainMemory(_Source):
         on_host = self.location.on_host
         name = "cuMemHostAlloc" if on_host else "cuMemAllocManaged" if self.managed else "cuMemAlloc"
         more = () if name == "cuMemAlloc" else (self._flags,)
-        return self._create(stream, name, nbytes, *more)[0]
+        try:
+            return self._create(stream, name, nbytes, *more)[0]
+        except OutOfMemoryError as error:  # With these figures, `allocate_async` knows whether a free can make room.
+            ask = functools.partial(self._session.call, "cuDeviceTotalMem", self.location.id)
+            vars(error).update(requested=nbytes, total=None if more else read_or_none(ask))
+            raise
 
     def _create(self, stream: Stream, name: str, *args: int) -> tuple[PlainEnd, int]:
         """Call driver function ``name``, which allocates. Return the item that ends the memory, and the pitch in bytes;

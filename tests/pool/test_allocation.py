@@ -506,3 +506,22 @@ def test_no_task_waits_in_a_capture(machine: Any) -> None:
             asyncio.run(asyncio.wait_for(pool.allocate_async(64, stream), 5))
         graph.close()
     assert driver.failed == ["cuMemAllocFromPoolAsync"]
+
+
+@pytest.mark.simulated_only("a machine with little memory")
+def test_a_task_waits_for_memory_outside_of_pools() -> None:
+    device = sa.Device(0, driver=sd.simulated(memory=64 * MiB))
+    memory = sa.PlainMemory(device)
+
+    async def run(stream: sa.Stream) -> None:
+        held = memory.allocate(40 * MiB, stream)
+        waiting = asyncio.ensure_future(memory.allocate_async(40 * MiB, stream))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        held.free()
+        (await waiting).free()
+        with pytest.raises(sa.OutOfMemoryError, match=r"requested 68,157,440, total 67,108,864"):
+            await asyncio.wait_for(memory.allocate_async(65 * MiB, stream), 5)
+
+    with device.create_stream() as stream:
+        asyncio.run(run(stream))
