@@ -104,7 +104,7 @@ class Hold:
         are released.
         """
         mark = self._mark
-        over = (mark is not None and mark.over()) or self.lost()
+        over = (mark is not None and not mark.stands()) or self.lost()
         if over:
             self.end()
         return over

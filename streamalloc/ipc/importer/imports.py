@@ -33,7 +33,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
-from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
+from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, Mark, fence, reached
 from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Flags
 from streamalloc.pool.internal import OnceIdle
 from streamalloc.vmm import PhysicalMemory
@@ -145,10 +145,8 @@ class PoolImport(Deferred):
         """Fence for all work, frees included, that was queued at the first attempt to destroy the handle; None before
         that attempt.
         """
-        self.marks: set[tuple[ControlBlock, int]] = set()
-        """The exporter's marks of this pool: tuples of control block and number. A mark is a word with a value; while
-        one mark has its value, the pool exists.
-        """
+        self.marks: dict[tuple[ControlBlock, int], Mark] = {}
+        """The exporter's marks of this pool, by control block and number. While one of them stands, the pool exists."""
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         """Objects (:class:`ImportedPool`) that use the handle."""
 
@@ -157,18 +155,17 @@ class PoolImport(Deferred):
         pool. Raises ValueError if the control block has no such mark.
         """
         if block is not None and (block, mark) not in self.marks:
-            block.marked("pool", mark)
-            self.marks.add((block, mark))
+            self.marks[block, mark] = block.mark("pool", mark)
 
     def ended(self) -> bool:
         """Whether all marks show that the owner has closed the pool or has died. False for a pool without marks.
 
         A pool of another library has one mark for each time it was shared.
         """
-        marks = list(self.marks)
-        gone = [(block, mark) for block, mark in marks if not (block.marked("pool", mark) and block.exporter_alive())]
-        if len(gone) < len(marks):
-            self.marks.difference_update(gone)
+        marks = list(self.marks.items())
+        gone = [key for key, mark in marks if not (mark.stands() and key[0].exporter_alive())]
+        for key in gone if len(gone) < len(marks) else ():
+            self.marks.pop(key, None)
         return len(gone) == len(marks) > 0
 
     def attempt(self) -> bool:

@@ -26,7 +26,7 @@ from streamalloc.ipc.importer.imported import Announcement, ImportedArray, Impor
 from streamalloc.ipc.importer.imports import Import, Imports, LeaseUse, PoolImport, imports_of
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch, published
-from streamalloc.ipc.wire.control_block import ControlBlock, Word
+from streamalloc.ipc.wire.control_block import ControlBlock, Mark
 from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, Descriptor, Flags, Mechanism
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_mappable
@@ -169,7 +169,7 @@ class Received:
         given = [checked_type("handles", fd, Fd) for fd in handles] if handles else []
         self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in given]
         self._by_id: dict[bytes, Fd] = {}
-        self._mark: Word | None = None
+        self._mark: Mark | None = None
         """The mark of the hold. None if there is no hold, or if it has a pipe."""
 
     def identify(self) -> None:
@@ -226,9 +226,8 @@ class Received:
         """End the hold (:class:`~streamalloc.ipc.exporter.exports.Hold`): set its mark to 0, or close its pipe with the
         other handles that were not taken. By now the allocation is open here, or cannot be opened.
         """
-        # By now the mark may be that of another descriptor.
-        if self._mark is not None and self._mark.value == self.described.hold >> 32:
-            self._mark.value = 0
+        if self._mark is not None:
+            self._mark.clear()
         for fd in (*self._given, *self._by_id.values()):
             fd.close()
 

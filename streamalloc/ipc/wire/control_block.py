@@ -2,7 +2,7 @@
 
 The driver does not protect importers: freed memory may be reused while they read it. So each exporting process has a
 control block, a page-locked in-memory file that importers also map. It has a *slot* for each shared allocation, and
-*marks*, which keep one value while an object of the exporter exists (:class:`ExporterMark`). Each slot has one column
+*marks*, which keep one value while an object of the exporter exists (:class:`Mark`). Each slot has one column
 of ``opened``, ``closing`` and ``closed`` for each importer. The words of slots count up modulo 2^32. A stream's write
 is made by the host if the stream is idle (:meth:`ControlBlock.write_by`).
 
@@ -169,16 +169,34 @@ class ImporterWords:
         """The highest value of ``closed`` that streams of this process (the exporter) wait for."""
 
 
-class ExporterMark:
-    """A word of the exporter that keeps one value while this object exists, and becomes 0 afterwards."""
+class Mark:
+    """A word that has one value while an object of the exporter exists: a hold or a pool."""
 
-    __slots__ = ("_block", "_free", "_index", "_value", "_word", "number")
+    __slots__ = ("_value", "_word")
+
+    def __init__(self, word: Word | None, value: int) -> None:
+        self._value = value
+        self._word: Word | None = word
+
+    def stands(self) -> bool:
+        """Whether the word has the value. True without a word, which means that there is no mark."""
+        return self._word is None or self._word.value == self._value
+
+    def clear(self) -> None:
+        """Set the word to 0, unless it has the value of another mark by now."""
+        if self._word is not None and self.stands():
+            self._word.value = 0
+
+
+class ExporterMark(Mark):
+    """A mark in the exporter, which stands while this object exists and nobody has cleared it."""
+
+    __slots__ = ("_block", "_free", "_index", "number")
 
     def __init__(self, block: ControlBlock, kind: str, free: list[int], value: int) -> None:
+        super().__init__(None, value)
         self._block = block
         self._free = free
-        self._value = value
-        self._word: Word | None = None
         self.number: int = 0
         """Index of the word in the lower 32 bits, and its value in the upper 32 bits; 0 if no word was free."""
         try:
@@ -186,14 +204,8 @@ class ExporterMark:
         except IndexError:
             return
         self.number = value << 32 | self._index
-        self._word = block.mark(kind, self._index)
+        self._word = block.word(kind, self._index)
         self._word.value = value
-
-    def over(self) -> bool:
-        """Whether the word does not have the value of this mark any more: an importer has opened the descriptor, or has
-        changed the word.
-        """
-        return self._word is not None and self._word.value != self._value
 
     def __del__(self) -> None:
         word = getattr(self, "_word", None)
@@ -231,8 +243,6 @@ class ControlBlock:
         """Indexes of the slots that the exporter may give to a lease."""
         self._marks = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
         """Indexes of the free marks, by kind."""
-        self._mark_words: dict[tuple[str, int], Word] = {}
-        """Words of marks that :meth:`mark` has returned, by kind and index."""
         self._values = itertools.count(secrets.randbits(31))
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -354,28 +364,14 @@ class ControlBlock:
         """
         return ExporterMark(self, kind, self._marks[kind], 1 + next(self._values) % (WORD - 1))
 
-    def marked(self, kind: str, number: int) -> bool:
-        """Whether the mark ``number`` of the exporter still has its value. True for 0, which means that there is no
-        mark.
-
-        Raises
-        ------
-        ValueError
-            There is no such mark.
+    def mark(self, kind: str, number: int) -> Mark:
+        """Return the mark ``number`` of the exporter. ``kind``: ``"pool"`` or ``"hold"``. Raises ValueError if there is
+        no such mark.
         """
-        return not number or self.mark(kind, number).value == number >> 32
-
-    def mark(self, kind: str, number: int) -> Word:
-        """Return the word of the mark ``number``. ``kind``: ``"pool"`` or ``"hold"``. Raises ValueError if there is no
-        such mark.
-        """
-        word = self._mark_words.get((kind, number % WORD))
-        if word is None:
-            index = number % WORD
-            if index >= SLOTS:
-                raise ValueError(f"the descriptor's {kind} mark {index} does not exist: its control block has {SLOTS}")
-            word = self._mark_words[kind, index] = self.word(kind, index)
-        return word
+        index = number % WORD
+        if index >= SLOTS:
+            raise ValueError(f"the descriptor's {kind} mark {index} does not exist: its control block has {SLOTS}")
+        return Mark(self.word(kind, index) if number else None, number >> 32)
 
     def all_closed(self, words: ExporterWords) -> bool:
         """Whether every importer that has opened a slot has closed it and finished its work. ``words``: those of the

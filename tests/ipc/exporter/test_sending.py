@@ -129,12 +129,12 @@ def test_a_pool_that_is_dropped_ends_for_importers(sides: Sides) -> None:
             ipc.send(channel, buffer)
             descriptor = Descriptor.from_bytes(sides.theirs.channel.receive().data)
     block = exports_of(sides.ours.stream._session).block()
-    assert block.marked("pool", descriptor.pool_mark)
+    assert block.mark("pool", descriptor.pool_mark).stands()
     pool.close()
     del pool, buffer
     end_what_was_dropped()
     gc.collect()
-    assert not block.marked("pool", descriptor.pool_mark)
+    assert not block.mark("pool", descriptor.pool_mark).stands()
 
 
 def test_another_version_of_the_driver(sides: Sides) -> None:
