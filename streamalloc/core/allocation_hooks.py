@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
-from streamalloc.core.errors import PACKAGE
+from streamalloc.core.errors import PACKAGE, CudaError
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.session import NOT_CALLED, PerDriver, Session, members
 from streamalloc.driver.internal import RLock
@@ -92,7 +92,12 @@ class Tap:
         watchers, owner = self._without(except_for), self._owner()
         for watcher in watchers:
             watcher.asked(owner, nbytes)
-        result, ptr = answer = self._alloc(nbytes, pool, stream)
+        try:
+            result, ptr = answer = self._alloc(nbytes, pool, stream)
+        except CudaError:  # An allocator outside of pools raises in place of a result.
+            for watcher in watchers:
+                watcher.allocation_failed(owner, nbytes, stream)
+            raise
         try:
             if result:
                 for watcher in watchers:

@@ -129,6 +129,15 @@ class TestLive:
             assert observer.live == ()
 
 
+def test_refused_memory_outside_of_pools(device: sa.Device, stream: sa.Stream) -> None:
+    memory = sa.PlainMemory(device)
+    with sa.observe(memory) as observer:
+        with pytest.raises(sa.OutOfMemoryError):
+            memory.allocate(1 << 50, stream)
+        assert observer.counters().failures == 1
+        assert [(one.action, one.allocation.nbytes) for one in observer.history] == [("failure", 1 << 50)]
+
+
 def test_words_are_text(observer: sa.Observer) -> None:
     for block in (observer.tag, observer.phase):
         with pytest.raises(TypeError, match="must be a string, not int"), block(3):  # type: ignore[arg-type]
