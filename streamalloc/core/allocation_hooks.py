@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
-from streamalloc.core.errors import PACKAGE, CudaError
+from streamalloc.core.errors import PACKAGE, CudaError, undoing
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.session import NOT_CALLED, PerDriver, Session, members
 from streamalloc.driver.internal import RLock
@@ -98,18 +98,14 @@ class Tap:
             for watcher in watchers:
                 watcher.allocation_failed(owner, nbytes, stream)
             raise
-        try:
+        # If a watcher raises, no buffer owns the memory yet, so nothing else would free it.
+        with undoing(lambda: None if result else self.free(ptr, stream, except_for)):
             if result:
                 for watcher in watchers:
                     watcher.allocation_failed(owner, nbytes, stream)
             elif address := int(ptr):
                 for watcher in watchers:
                     watcher.allocated(owner, address, nbytes, stream)
-        except BaseException:
-            # A watcher has raised. No buffer owns the memory yet, so nothing else would free it.
-            if not result:
-                self.free(ptr, stream, except_for)
-            raise
         return answer
 
     def free(self, ptr: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:

@@ -472,6 +472,17 @@ class TestHooks:
                     assert other.live == ()
             stream.synchronize()
 
+    def test_both_hooks_raise(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        def fail(_: object) -> None:
+            raise LookupError
+
+        with sa.observe(pool, on_allocate=refuse, on_free=fail) as observer:
+            with pytest.raises(PermissionError) as caught:
+                pool.allocate(8, stream)
+            assert vars(caught.value)["__notes__"] == ["while undoing: LookupError: "]
+            assert observer.live == ()
+        assert pool.statistics().used == 0
+
     def test_what_a_hook_raises_leaves_the_memory_freed(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with sa.observe(pool, on_free=refuse) as observer:
             buffer = pool.allocate(8, stream)
