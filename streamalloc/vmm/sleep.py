@@ -1,38 +1,38 @@
 """Groups of buffers whose physical memory is released and restored together.
 
-A sleep begins in :meth:`SleepGroup.sleep`. ``Votes`` lets all ranks take part, and ``claimed`` lets no other call
-change the group. ``_put_to_sleep`` then does these steps by ``run_steps``. If a step fails, the steps before it are
-undone, the last step first:
+A sleep and a wake are each one list of steps, in ``SleepGroup._sleep`` and ``SleepGroup._wake``. A step is a function
+and its undo. ``run_steps`` does the steps; if one fails, it and the steps before it are undone, the last step first.
+Meanwhile no other call changes the group (``claimed``), and all ranks take part (``Votes``).
+
+The steps of a sleep:
 
 1. *Hooks* of :meth:`SleepGroup.before_sleep`. Undo: their undo hooks.
 2. *Claim and wait.* The buffers are claimed, and the host waits for their users. There is nothing to undo.
-3. *Reserve.* ``_reserve_all`` reserves memory or disk space in the tiers for the bytes. Undo: return it to the tiers.
-4. *Copies.* ``queue_copies`` queues the copies to the tiers. Copies change no buffer, so there is nothing to undo.
-5. *Unmap.* ``VirtualBuffer._unmap`` unmaps each buffer after its copy (``cuMemUnmap``). Undo: map it again.
+3. *Reserve* memory or disk space for backups in the tiers. Undo: drop the backups.
+4. *Copy.* The copies to the backups are queued. They change no buffer, so there is nothing to undo.
+5. *Unmap* each buffer after its copy (``cuMemUnmap``). Undo: map the same memory again.
 6. *Vote* of the ranks. This is the last step that a rank can refuse.
 
-Then ``release_all`` releases the memory (``cuMemRelease``), which is not undone.
+Then the memory is released (``cuMemRelease``), which is not undone.
 
-A wake (:meth:`SleepGroup.wake`) does these steps in the same way:
+The steps of a wake:
 
-1. *Memory.* For one buffer after the other, ``restore_steps`` creates and maps memory and queues the copy
-   (``cuMemCreate``, ``cuMemMap``, ``cuMemSetAccess``). Undo: wait for the copies, and release the memory.
+1. *Map.* For one buffer after the other, memory is created and mapped, and the copy of its bytes is queued
+   (``cuMemCreate``, ``cuMemMap``, ``cuMemSetAccess``). Undo: wait for the copies, then unmap and release the memory.
 2. *Protect.* After the copies, buffers that are frozen are made read-only. The undo of step 1 undoes this, too.
-3. *Held memory.* A buffer whose sleep failed, together with its undo, still has its memory (``Eviction.held``): map it
-   again.
-4. *Awake.* The buffers count as awake, and the hooks of :meth:`SleepGroup.after_wake` are called. Undo: of both.
+3. *Awake.* The buffers can be used. Undo: they cannot.
+4. *Hooks* of :meth:`SleepGroup.after_wake`. Undo: their undo hooks.
 5. *Vote* of the ranks.
 
-Then ``drop_woken`` drops the backups.
+Then the backups are dropped.
 
-The names of what keeps the bytes meanwhile:
+A buffer (:class:`VirtualBuffer`) has these states:
 
-* ``Stored``: blocks that one call has reserved in a tier, for one or several buffers.
-* ``Saved``: the *backup* of one buffer, its blocks in a ``Stored``. ``saved`` has the new backups of a sleep.
-* ``Eviction``: what a sleeping buffer has instead of memory: the chunks to create again, and ``Eviction.saved``.
-* ``Eviction.saved``: the backup with the bytes of the sleeping buffer; None if they were given up.
-* ``Eviction.held``: the old memory, which still has the bytes, if the sleep and its undo failed.
-* ``VirtualBuffer._frozen``: the backup of a frozen buffer, which stays while it is awake, so a sleep copies nothing.
+* ``eviction``: its released memory while it sleeps. If a sleep and its undo have failed, ``eviction.held`` is the old
+  memory, which still has the bytes.
+* ``_backup``: the :class:`Backup` with its bytes while it sleeps or is frozen; None if the bytes are not kept. Backups
+  that were made by one call have their blocks in one ``Stored``.
+* ``_frozen``: whether it is read-only, so that its backup stays valid while it is awake, and a sleep copies nothing.
 """
 
 from __future__ import annotations
@@ -55,41 +55,33 @@ from streamalloc.core.session import members, session_of
 from streamalloc.formats.html import Row, Shown, mib, table
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import known_pools
-from streamalloc.vmm.access import After, copying_stream, listed, wait_for_users
+from streamalloc.vmm.access import After, copying_stream, listed
 from streamalloc.vmm.claims import Claimable, claim_also, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.ownership import allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
-from streamalloc.vmm.reservation import MappedBytes, Reservation
-from streamalloc.vmm.stores.blocks import Bytes, Saved
+from streamalloc.vmm.reservation import Reservation
+from streamalloc.vmm.stores.blocks import Backup, Bytes
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
 from streamalloc.vmm.stores.host import HostTier, blocks_of, shared_tier
 from streamalloc.vmm.stores.pinned import HUGE
 from streamalloc.vmm.virtual_buffer import (
     RESTORE,
-    Backup,
+    BackupPlace,
+    BackupSteps,
+    EvictSteps,
+    RestoreSteps,
     Step,
-    Steps,
     VirtualBuffer,
     do_nothing,
-    drop_all,
-    drop_woken,
-    evict_steps,
-    frozen_backups,
-    protect,
-    queue_copies,
-    read_only,
-    release_all,
-    restore_steps,
+    drop_backups,
     run_steps,
 )
 
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""
-Reserve: TypeAlias = "Callable[[str, Sequence[VirtualBuffer]], Iterable[Saved | None]]"
-"""Function that reserves memory or disk space in a tier for the buffers of a tag. The function returns a backup for
-each buffer, in the same order; an empty iterable if the bytes are not kept.
-"""
+Hold: TypeAlias = Callable[[Sequence[int], Stream, str], Sequence[Backup]]
+"""Method ``hold`` or ``resume`` of a tier."""
 _LONGEST_REASON = 2000
 """Largest length in bytes of an error text that is sent to the other ranks; longer texts are cut."""
 
@@ -409,6 +401,8 @@ class _Members(Closes, Claimable):
         return sum(buffer.mapped_bytes for buffer in self.buffers)
 
     def _chosen(self, tags: Sequence[str]) -> dict[VirtualBuffer, str]:
+        """Return the buffers with these tags, or all buffers. Raises ClosedError, KeyError, TypeError."""
+        self._check_open()
         buffers = self.buffers
         self._check_tags(tags, buffers)
         if not tags:
@@ -469,6 +463,7 @@ class _Members(Closes, Claimable):
         """Claim a buffer of the group, in a call that has claimed the group. Raises ClosedError, InUseError, TypeError,
         and ValueError for a buffer that is not in the group.
         """
+        self._check_open()
         claim_also((checked_type("buffer", buffer, VirtualBuffer),))
         buffer._check_open()
         if buffer not in self._members:
@@ -590,33 +585,23 @@ class _Backups(_Members):
         KeyError, TypeError, ClosedError, CaptureError, CudaError
             As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
-        self._check_open()
         chosen, ordered = self._chosen(tags), self._copying_stream(stream)
         claim_also(chosen)
         going = {buffer: tag for buffer, tag in chosen.items() if buffer.nbytes and not buffer.frozen}
-        saved = {one: self._backup_of(one) for one in going if one.evicted}
         awake = {buffer: tag for buffer, tag in going.items() if not buffer.evicted}
-        new: dict[VirtualBuffer, Saved] = {}
+        for buffer in going.keys() - awake.keys():
+            self._backup_of(buffer)
         waits = listed(after)
-
-        def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
-            return tier_of(self.backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
-
-        def copy() -> None:
-            queue_copies(new, ordered)
-            ordered.synchronize()
-
-        def steps() -> Steps:
-            for buffer in awake:
-                node, before = buffer.range._node, buffer.rights
-                rights = functools.partial(node.set_rights, list(node.table()), read_only(before), waits)
-                yield rights, functools.partial(protect, buffer, before)
-            yield functools.partial(_reserve_all, awake, reserve, new), functools.partial(drop_all, new)
-            yield copy, do_nothing
-
-        run_steps(steps())
-        for buffer, one in (saved | new).items():
-            buffer._frozen = one
+        steps = BackupSteps(awake, ordered, lambda tags: _by_tag(tags, ordered, tier_of(self.backup).hold))
+        run_steps(
+            *((functools.partial(buffer._make_read_only, waits), buffer._thaw) for buffer in awake),
+            (steps.reserve, steps.drop_backups),
+            (steps.copy, do_nothing),
+            (ordered.synchronize, do_nothing),
+        )
+        for buffer in going:
+            buffer._backup = steps.backups.get(buffer, buffer._backup)
+            buffer._frozen = True
 
     @claimed
     def thaw(self, *tags: str) -> None:
@@ -639,7 +624,6 @@ class _Backups(_Members):
         CudaError
             The driver refused a call. After any of these errors every buffer is unchanged.
         """
-        self._check_open()
         chosen = self._chosen(tags)
         claim_also(chosen)
         _thaw(chosen)
@@ -670,7 +654,6 @@ class _Backups(_Members):
         InUseError
             A signal handler or a hook called this method during another call.
         """
-        self._check_open()
         self._claim_member(buffer)
         self._backup_of(buffer).read(*_checked_bytes(buffer, target, offset))
 
@@ -706,27 +689,26 @@ class _Backups(_Members):
         ClosedError
             The group, the buffer, or :attr:`backup` for bytes that were not kept, was closed.
         """
-        self._check_open()
         self._claim_member(buffer)
         start, array = _checked_bytes(buffer, source, offset)
         buffer._check_thawed()
         eviction = buffer.eviction
-        if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
+        if eviction is None or eviction.held or buffer._backup is not None or array.nbytes < buffer.nbytes:
             self._backup_of(buffer).write(start, array)
             return
-        (saved,) = tier_of(self.backup).hold([buffer.nbytes], self._copying_stream(None))
-        with undoing(saved.drop):
-            saved.write(0, array)
-        _replace(buffer, saved)
+        (backup,) = tier_of(self.backup).hold([buffer.nbytes], self._copying_stream(None))
+        with undoing(backup.drop):
+            backup.write(0, array)
+        buffer._replace_backup(backup)
 
-    def _backup_of(self, buffer: VirtualBuffer) -> Saved:
+    def _backup_of(self, buffer: VirtualBuffer) -> Backup:
         if buffer.eviction is None:
             raise ValueError(f"{buffer!r} is awake: copy_to and copy_from copy its bytes")
         if buffer.eviction.held:
             raise ValueError(f"{buffer!r} keeps its memory, because a sleep and its undo failed: wake() it first")
-        if buffer.eviction.saved is None:
+        if buffer._backup is None:
             raise ValueError(f"the bytes of {buffer!r} were not kept: replace all of them")
-        return buffer.eviction.saved
+        return buffer._backup
 
 
 class SleepGroup(_Backups):
@@ -798,7 +780,7 @@ class SleepGroup(_Backups):
         shared: bool = False,
         stream: StreamLike | None = None,
         after: After = None,
-        backup: MemoryPool | HostTier | DiskTier | Callable[[VirtualBuffer, str], Backup] | None = None,
+        backup: MemoryPool | HostTier | DiskTier | Callable[[VirtualBuffer, str], BackupPlace] | None = None,
         ranks: Ranks | None = None,
         timeout: float | None = None,
     ) -> int:
@@ -858,82 +840,49 @@ class SleepGroup(_Backups):
         """
         votes = Votes(ranks, "sleep", timeout)
         with votes.refusing_errors():
-            return self._sleep(tags, keep, backup, stream, after, shared, votes)
+            self._check_open()
+            ordered = self._copying_stream(stream)
+            kept_tags: Collection[str] = ()
+            if not isinstance(keep, bool):
+                kept_tags = set(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else {keep}
+                self._check_tags(kept_tags, self.buffers)
+
+            def reserve(tags: Mapping[VirtualBuffer, str]) -> Iterator[tuple[VirtualBuffer, Backup | None]]:
+                kept = {one: tag for one, tag in tags.items() if one.nbytes and (keep is True or tag in kept_tags)}
+                if callable(backup):
+                    for buffer, tag in kept.items():
+                        yield buffer, buffer._reserve_backup(backup(buffer, tag), ordered)
+                elif kept:
+                    yield from _by_tag(kept, ordered, tier_of(backup or self.backup).hold)
+
+            return self._sleep(tags, EvictSteps(ordered, reserve, after, shared=shared), votes)
 
     @claimed
-    def _sleep(
-        self,
-        tags: Sequence[str],
-        keep: bool | Iterable[str],
-        backup: MemoryPool | HostTier | DiskTier | Callable[[VirtualBuffer, str], Backup] | None,
-        stream: StreamLike | None,
-        after: After,
-        shared: bool,
-        votes: Votes,
-    ) -> int:
-        self._check_open()
-        chosen, ordered = self._chosen(tags), self._copying_stream(stream)
-        if isinstance(keep, bool):
-            kept_tags = set(chosen.values()) if keep else set()
-        else:
-            kept_tags = set(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else {keep}
-            self._check_tags(kept_tags, self.buffers)
-
-        def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
-            if tag not in kept_tags:
-                return ()
-            if callable(backup):
-                return (buffer._backup(backup(buffer, tag), ordered) for buffer in buffers)
-            return tier_of(backup or self.backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
-
-        return self._put_to_sleep(chosen, reserve, ordered, after, shared=shared, agree=votes.agree)
-
-    def _put_to_sleep(
-        self,
-        chosen: Mapping[VirtualBuffer, str],
-        reserve: Reserve,
-        ordered: Stream,
-        after: After,
-        *,
-        shared: bool = False,
-        resumed: bool = False,
-        agree: Callable[[], object] = do_nothing,
-    ) -> int:
-        """Do the steps of a sleep, then release the memory of the chosen buffers. Returns the number of bytes released.
-
-        ``reserve`` returns the backups for the buffers of a tag; none for a tag whose bytes are not kept. ``ordered``
-        is the stream of the copies. ``agree`` makes the vote of the ranks. With ``resumed``, the backups have the bytes
-        already (:meth:`resume`): nothing is copied, and sleeping buffers get these backups, too.
-        """
-        # The steps fill these two dictionaries, which the actions after the steps use: the mappings to release, and the
-        # new backups. With `resumed`, sleeping buffers get backups, too; they have no mappings.
-        entries: dict[VirtualBuffer, list[MappedBytes]] = {}
-        saved: dict[VirtualBuffer, Saved] = {}
-
-        def steps() -> Steps:
-            yield _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
-            # The buffers are claimed only here, because hooks may use, close and evict them.
-            claim_also(chosen)
-            # Another thread may have removed or evicted a buffer. An evicted buffer takes part only with `resumed`.
-            left = self.buffers
-            going = {one: tag for one, tag in chosen.items() if one in left and (resumed or not one.evicted)}
-            for buffer in going if resumed else ():
-                buffer._check_thawed()
-            entries.update({buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted})
-            # The wait is no step, because it changes nothing and needs no undo.
-            wait_for_users(after, self._session, (one.rights for several in entries.values() for one in several))
-            lacking = {one: tag for one, tag in going.items() if not one.frozen}
-            yield functools.partial(_reserve_all, lacking, reserve, saved), functools.partial(drop_all, saved)
-            yield from evict_steps(entries, saved, ordered, copied=resumed)
+    def _sleep(self, tags: Sequence[str], steps: EvictSteps, votes: Votes) -> int:
+        chosen = self._chosen(tags)
+        run_steps(
+            _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted]),
+            (functools.partial(self._claim_and_wait, steps, chosen), do_nothing),
+            (steps.reserve, steps.drop_backups),
+            (steps.copy, do_nothing),
+            (steps.unmap, steps.map_again),
             # Until the vote every rank can undo its steps, so the vote is the last step before memory is released.
-            yield agree, do_nothing
+            (votes.agree, do_nothing),
+        )
+        return steps.release()
 
-        run_steps(steps())
-        release_all(entries)
-        for buffer, one in saved.items():
-            if buffer not in entries:
-                _replace(buffer, one)
-        return sum(entry.nbytes for several in entries.values() for entry in several)
+    def _claim_and_wait(self, steps: EvictSteps, chosen: Mapping[VirtualBuffer, str], resumed: bool = False) -> None:
+        """Claim the chosen buffers, and wait for their users (:meth:`EvictSteps.wait`). With ``resumed``, sleeping
+        buffers take part, too, and frozen ones are refused. This step comes after the hooks, which may use, close and
+        evict the buffers.
+        """
+        claim_also(chosen)
+        # Another thread or a hook may have removed or evicted a buffer.
+        left = self.buffers
+        going = {one: tag for one, tag in chosen.items() if one in left and (resumed or not one.evicted)}
+        for buffer in going if resumed else ():
+            buffer._check_thawed()
+        steps.wait(going)
 
     @claimed
     def resume(
@@ -972,16 +921,20 @@ class SleepGroup(_Backups):
         KeyError, ClosedError, CaptureError, CudaError
             As for :meth:`sleep`. After any of these errors every buffer is unchanged.
         """
-        self._check_open()
+        chosen, ordered = self._chosen(tags), self._copying_stream(stream)
         tier = backup or self._backup
         if not isinstance(tier, DiskTier):
             raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
-        ordered = self._copying_stream(stream)
-
-        def reserve(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
-            return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
-
-        return self._put_to_sleep(self._chosen(tags), reserve, ordered, after, resumed=True)
+        steps = EvictSteps(ordered, lambda tags: _by_tag(tags, ordered, tier.resume), after)
+        run_steps(
+            _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted]),
+            (functools.partial(self._claim_and_wait, steps, chosen, resumed=True), do_nothing),
+            (steps.reserve, steps.drop_backups),
+            (steps.unmap, steps.map_again),
+        )
+        for buffer in steps.backups.keys() - steps.entries.keys():
+            buffer._replace_backup(steps.backups[buffer])
+        return steps.release()
 
     def wake(
         self, *tags: str, stream: StreamLike | None = None, ranks: Ranks | None = None, timeout: float | None = None
@@ -1031,23 +984,18 @@ class SleepGroup(_Backups):
 
     @claimed
     def _wake(self, tags: Sequence[str], stream: StreamLike | None, votes: Votes) -> int:
-        self._check_open()
         chosen = self._chosen(tags)
         claim_also(chosen)
-        found = {buffer: buffer.eviction for buffer in chosen}
-        evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
-        ordered = self._copying_stream(stream)
-
-        def steps() -> Steps:
-            yield from restore_steps(evictions, ordered)
-            yield _hook_step(self._after_wake, list(evictions))
-            # Until the vote every rank can undo its steps, so the vote is the last step before the backups are
-            # dropped.
-            yield votes.agree, do_nothing
-
-        run_steps(steps())
-        drop_woken(evictions)
-        return sum(eviction.nbytes for eviction in evictions.values())
+        steps = RestoreSteps(chosen, self._copying_stream(stream))
+        run_steps(
+            (steps.map, steps.unmap),
+            (steps.protect, do_nothing),
+            (steps.set_awake, steps.set_asleep),
+            _hook_step(self._after_wake, list(steps.evictions)),
+            # Until the vote every rank can undo its steps, so the vote is the last step before backups are dropped.
+            (votes.agree, do_nothing),
+        )
+        return steps.drop_backups()
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Have ``hook(buffers)`` called in each :meth:`sleep` and :meth:`resume`, before memory is released.
@@ -1110,23 +1058,9 @@ class SleepGroup(_Backups):
 
 
 def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
-    frozen = frozen_backups(buffers)
-
-    def thaw(buffer: VirtualBuffer) -> None:
-        # The backup is cleared first. Otherwise, if this step and its undo fail, a writable buffer could keep a backup
-        # that differs from its bytes.
-        buffer._frozen = None
-        if not buffer.evicted:
-            protect(buffer, buffer.rights)
-
-    def freeze(buffer: VirtualBuffer) -> None:
-        if not buffer.evicted:
-            protect(buffer, read_only(buffer.rights))
-        buffer._frozen = frozen[buffer]
-
-    run_steps((functools.partial(thaw, buffer), functools.partial(freeze, buffer)) for buffer in frozen)
-    asleep = {id(buffer.eviction.saved) for buffer in frozen if buffer.eviction is not None}
-    drop_all({buffer: one for buffer, one in frozen.items() if id(one) not in asleep})
+    frozen = [buffer for buffer in buffers if buffer.frozen]
+    run_steps(*((buffer._thaw, buffer._freeze_again) for buffer in frozen))
+    drop_backups(frozen)
 
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:
@@ -1158,28 +1092,14 @@ def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]
     return call, undos.close
 
 
-def _reserve_all(tags: Mapping[VirtualBuffer, str], reserve: Reserve, saved: dict[VirtualBuffer, Saved]) -> None:
-    """Reserve memory or disk space for the bytes of the buffers, tag by tag, and add each buffer's backup to ``saved``.
-
-    ``tags`` has the buffers with their tags. After an error ``saved`` has the backups that were reserved before it.
+def _by_tag(tags: Mapping[VirtualBuffer, str], stream: Stream, hold: Hold) -> Iterator[tuple[VirtualBuffer, Backup]]:
+    """Yield the buffers that have bytes, each with a backup that ``hold`` reserves or opens. The buffers of a tag share
+    one call.
     """
     for tag in dict.fromkeys(tags.values()):
         buffers = [buffer for buffer in tags if tags[buffer] == tag and buffer.nbytes]
-        # `strict` would raise: `reserve` returns no backups for a tag whose bytes are not kept.
-        for buffer, one in zip(buffers, reserve(tag, buffers) if buffers else (), strict=False):
-            if one is not None:
-                saved[buffer] = one
-
-
-def _replace(buffer: VirtualBuffer, saved: Saved) -> None:
-    """Make ``saved`` the backup of a sleeping buffer. Drop the buffer's previous backup, or the memory that it still
-    has after a failed sleep.
-    """
-    eviction = buffer.eviction
-    assert eviction is not None
-    buffer.eviction = eviction._replace(saved=saved, held=())
-    with contextlib.suppress(CudaError):
-        eviction._drop()
+        if buffers:
+            yield from zip(buffers, hold([buffer.nbytes for buffer in buffers], stream, tag), strict=True)
 
 
 class Tagged:

@@ -6,12 +6,12 @@ import contextlib
 import functools
 import itertools
 from collections import abc
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from streamalloc.core.errors import CudaError, EvictedError, InUseError, attach, size_text
+from streamalloc.core.errors import CudaError, EvictedError, InUseError, attach, size_text, undo_all
 from streamalloc.core.internal import CopySide, Device, Event, Fence, Memory, Stream, StreamLike
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.session import Session, session_of
@@ -23,16 +23,16 @@ from streamalloc.vmm.claims import Claimable, claimed
 from streamalloc.vmm.ownership import allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.stores.blocks import Bytes, Move, Saved, Stored
+from streamalloc.vmm.stores.blocks import Backup, Bytes, Move, Stored
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
-from streamalloc.vmm.stores.host import HostTier, saved_in
+from streamalloc.vmm.stores.host import HostTier, backup_in
 
 _BATCH = 64 << 20
 """Bytes of a batch of copies. The memory of a batch is unmapped after its copies, while later copies run."""
 
 
-Backup: TypeAlias = "MemoryPool | HostTier | DiskTier | Memory | Bytes | Saved | None"
-"""Type of the argument ``backup``: where the bytes of one buffer are stored. A :class:`Saved` is memory or disk space
+BackupPlace: TypeAlias = "MemoryPool | HostTier | DiskTier | Memory | Bytes | Backup | None"
+"""Type of the argument ``backup``: where the bytes of one buffer are stored. A :class:`Backup` is memory or disk space
 that a tier has reserved. None discards the bytes.
 """
 
@@ -50,15 +50,12 @@ RESTORE = "restore() it"
 
 
 class Eviction(NamedTuple):
-    """Physical memory that a buffer has released, and the buffer's backup.
-
-    :attr:`VirtualBuffer.eviction` has it after :meth:`VirtualBuffer.evict`.
+    """Physical memory that a buffer has released. :attr:`VirtualBuffer.eviction` has it after
+    :meth:`VirtualBuffer.evict`.
     """
 
-    pieces: tuple[ChunkSpec, ...]
+    chunks: tuple[ChunkSpec, ...]
     """Chunks that :meth:`VirtualBuffer.restore` creates again."""
-    saved: Saved | None
-    """The backup with the buffer's bytes; None if the bytes were discarded."""
     held: tuple[MappedBytes, ...] = ()
     """Unmapped memory that still has the bytes, because an eviction and its undo failed. :meth:`VirtualBuffer.restore`
     maps this memory again.
@@ -67,14 +64,7 @@ class Eviction(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of physical memory that the buffer had, and has again once it is restored."""
-        return sum(piece.nbytes for piece in self.pieces)
-
-    def _drop(self) -> None:
-        """Release the memory of :attr:`held`, and drop the backup."""
-        for entry in self.held:
-            entry.close()
-        if self.saved is not None:
-            self.saved.drop()
+        return sum(chunk.nbytes for chunk in self.chunks)
 
 
 class VirtualBuffer(OwnsRange, Drawn, Claimable):
@@ -117,11 +107,11 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         """
         self._nbytes = 0
         self.eviction: Eviction | None = None
-        """The released memory and its backup; None while the buffer is mapped."""
-        self._frozen: Saved | None = None
-        """Backup of a frozen buffer; None if the buffer is not frozen. The backup stays valid while the buffer is
-        mapped, because a frozen buffer is read-only.
-        """
+        """The released memory; None while the buffer is mapped."""
+        self._backup: Backup | None = None
+        """The bytes of an evicted or frozen buffer outside of its memory; None if there are none."""
+        self._frozen = False
+        """Whether the buffer is frozen: read-only, so that its backup stays valid while it is mapped."""
         self._remedy = RESTORE
         """Text in errors that says how to make an evicted buffer usable."""
         self._reserve(device, capacity, stream)
@@ -174,12 +164,12 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
     @property
     def rights(self) -> Rights:
         """Permissions by location, which memory added later also gets. While the buffer is frozen, only read access."""
-        return dict(self._rights if self._frozen is None else read_only(self._rights))
+        return dict(read_only(self._rights) if self._frozen else self._rights)
 
     @property
     def frozen(self) -> bool:
         """Whether :meth:`SleepGroup.freeze` has made the buffer read-only."""
-        return self._frozen is not None
+        return self._frozen
 
     @property
     def evicted(self) -> bool:
@@ -215,7 +205,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
     @claimed
     def evict(
         self,
-        backup: Backup = None,
+        backup: BackupPlace = None,
         *,
         stream: StreamLike | None = None,
         after: After = None,
@@ -260,28 +250,24 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
             A file cannot be written, or the driver refused a call. The buffer is unchanged, unless the driver also
             refuses the undo: see the class.
         """
-        entries = self._evictable(shared=shared)
-        ordered = copying_stream(stream, self)
-        wait_for_users(after, self._session, (entry.rights for entry in entries))
-        saved = None if self._frozen else self._backup(backup, ordered)
-        new = {} if saved is None else {self: saved}
-
-        def steps() -> Steps:
-            # The backup was made above. This step only drops the backup if a later step fails.
-            yield do_nothing, functools.partial(drop_all, new)
-            yield from evict_steps({self: entries}, new, ordered)
-
-        run_steps(steps())
-        release_all({self: entries})
-
-    def _evictable(self, *, shared: bool) -> list[MappedBytes]:
-        """Return all mappings of the buffer, each with an open handle of its memory. Raises ClosedError, EvictedError,
-        and InUseError if the memory has other users, so that it would not be freed; with ``shared``, other processes do
-        not count.
-        """
         self._check_open()
         if self.eviction:
             raise EvictedError(f"{self!r} is evicted already")
+        ordered = copying_stream(stream, self)
+
+        def reserve(tags: abc.Mapping[VirtualBuffer, str]) -> Iterator[tuple[VirtualBuffer, Backup | None]]:
+            for buffer in tags:
+                yield buffer, buffer._reserve_backup(backup, ordered)
+
+        steps = EvictSteps(ordered, reserve, after, shared=shared)
+        steps.wait({self: ""})
+        run_steps((steps.reserve, steps.drop_backups), (steps.copy, do_nothing), (steps.unmap, steps.map_again))
+        steps.release()
+
+    def _evictable(self, *, shared: bool) -> list[MappedBytes]:
+        """Return all mappings of the buffer, each with an open handle of its memory. Raises InUseError if the memory
+        has other users, so that it would not be freed; with ``shared``, other processes do not count.
+        """
         self._release_from(self._mapped)
         entries = list(self.range._node.table())
         allocations_of(self._session).work()
@@ -299,12 +285,13 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
             entry.retain()
         return entries
 
-    def _unmap(self, entries: Sequence[MappedBytes], saved: Saved | None) -> None:
+    def _unmap(self, entries: Sequence[MappedBytes], backup: Backup | None) -> None:
         """Unmap ``entries``, which are all mappings of the buffer, and keep their handles open (``cuMemUnmap``). The
-        buffer is then evicted, with the backup ``saved``. Raises CudaError.
+        buffer is then evicted, with the backup ``backup``; a frozen buffer keeps its own. Raises CudaError.
         """
-        chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
-        self.eviction = Eviction(chunks, saved)
+        self.eviction = Eviction(tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries))
+        if not self._frozen:
+            self._backup = backup
         self.range._node.unmap(entries)
 
     def _map_again(self, entries: Sequence[MappedBytes]) -> None:
@@ -314,7 +301,9 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         the memory with the bytes for a later :meth:`restore`. Raises CudaError.
         """
         if self.eviction is not None:
-            self.eviction = self.eviction._replace(saved=None, held=tuple(entries))
+            self.eviction = self.eviction._replace(held=tuple(entries))
+            if not self._frozen:
+                self._backup = None
             for entry in entries:
                 entry.map_again()
             self.range._node.grant(entries, self.rights)
@@ -344,16 +333,19 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
             A file of the backup cannot be read, or is damaged. The buffer is still evicted.
         """
         self._check_open()
-        evicted = self.eviction
-        if evicted is None:
+        if self.eviction is None:
             raise EvictedError(f"{self!r} is not evicted")
-        ordered = copying_stream(stream, self)
-        run_steps(restore_steps({self: evicted}, ordered))
-        drop_woken({self: evicted})
+        steps = RestoreSteps((self,), copying_stream(stream, self))
+        run_steps(
+            (steps.map, steps.unmap),
+            (steps.protect, do_nothing),
+            (steps.set_awake, steps.set_asleep),
+        )
+        steps.drop_backups()
 
-    def _load(self, saved: Saved, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
-        """Queue the copy of the bytes from the backup ``saved`` to the new mappings ``made``, by ``move``, which queues
-        on ``stream``. Raises CudaError.
+    def _load(self, backup: Backup, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
+        """Queue the copy of the bytes from ``backup`` to the new mappings ``made``, by ``move``, which queues on
+        ``stream``. Raises CudaError.
 
         If the stream's device has no write access to the memory, it gets this permission until the copy is done, and
         the host waits for the copy.
@@ -362,12 +354,12 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         writer = stream.device.location
         allowed = self._rights.get(writer, MemAccess.NONE)
         if allowed == MemAccess.READWRITE:
-            saved.move(move, target)
+            backup.move(move, target)
             return
         # The device that copies needs write access during the copy.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
-        with saved.stored.moving(stream, out=False) as alone:
-            saved.move(alone, target)
+        with backup.stored.moving(stream, out=False) as alone:
+            backup.move(alone, target)
         stream.synchronize()
         self.range._node.grant(made, {writer: allowed})
 
@@ -386,13 +378,10 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         if entries:
             wait_for_users(after, self._session, (entry.rights for entry in entries))
             self._shrink_to(0, 0)
-        evicted, frozen = self.eviction, self._frozen
-        self.eviction = self._frozen = None
         self._mapped = self._nbytes = 0
-        if evicted is not None:
-            evicted._drop()
-        if frozen is not None:
-            frozen.drop()
+        self._frozen = False
+        self._replace_backup(None)
+        self.eviction = None
         self.range._free()
 
     # -- for subclasses --------------------------------------------------------------------------------------
@@ -438,14 +427,14 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
             self._mapped, self._nbytes = before
             raise
 
-    def _backup(self, backup: Backup, stream: Stream) -> Saved | None:
-        if backup is None or isinstance(backup, Saved):
+    def _reserve_backup(self, backup: BackupPlace, stream: Stream) -> Backup | None:
+        if backup is None or isinstance(backup, Backup):
             return backup
         if isinstance(backup, np.ndarray):
             if not (backup.flags.c_contiguous and backup.flags.writeable and backup.nbytes == self._nbytes):
                 need = f"a writable, contiguous array of {size_text(self._nbytes)} is needed"
                 raise ValueError(f"backup is an array of {size_text(backup.nbytes)}: {need}")
-            return saved_in(backup.reshape(-1).view(np.uint8), self._session)
+            return backup_in(backup.reshape(-1).view(np.uint8), self._session)
         if not isinstance(backup, Memory):
             tier = tier_of(backup)
             return tier.hold([self._nbytes], stream)[0] if self._nbytes else None
@@ -455,11 +444,39 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
             raise ValueError(f"backup has {size_text(backup.nbytes)} and the buffer {size_text(self._nbytes)}")
         if self.address - backup.nbytes < backup.address < self.address + self._nbytes:
             raise ValueError(f"backup={backup!r} is the buffer's own memory, which is released")
-        return saved_in(backup, self._session)
+        return backup_in(backup, self._session)
+
+    def _replace_backup(self, backup: Backup | None) -> None:
+        """Make ``backup`` the buffer's backup, in place of the previous one or of :attr:`Eviction.held`."""
+        previous, eviction = self._backup, self.eviction
+        self._backup = backup
+        if eviction is not None:
+            self.eviction = eviction._replace(held=())
+            for entry in eviction.held:
+                entry.close()
+        if previous is not None:
+            previous.drop()
+
+    def _make_read_only(self, after: After) -> None:
+        """Make the memory read-only (``cuMemSetAccess``), after the host has waited for ``after``. :meth:`_thaw` undoes
+        it. Raises CudaError.
+        """
+        node = self.range._node
+        node.set_rights(list(node.table()), read_only(self._rights), after)
+
+    def _thaw(self) -> None:
+        """Make the buffer writable (``cuMemSetAccess``). :meth:`_freeze_again` undoes it. Raises CudaError."""
+        # First, because this step and its undo may fail: a writable buffer must not count as frozen.
+        self._frozen = False
+        self.range._node.grant(list(self.range._node.table()), self._rights)
+
+    def _freeze_again(self) -> None:
+        self._make_read_only(())
+        self._frozen = True
 
     def _check_thawed(self) -> None:
         """Raise InUseError if the buffer is frozen."""
-        if self._frozen is not None:
+        if self._frozen:
             raise InUseError(f"{self!r} is frozen: thaw() its tag in the group first")
 
     def check_usable(self) -> None:
@@ -473,7 +490,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
 
     def _access_hint(self, stream: Stream) -> str:
         where = stream.device.location
-        if self._frozen is not None:
+        if self._frozen:
             return f"{self!r} is frozen and can only be read: thaw() its tag in the group before it is written"
         return f"{where} has no access: set_access(device) gives it" if not self._rights.get(where) else ""
 
@@ -501,33 +518,27 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
     return spec
 
 
-# Eviction and restore of several buffers: each is a sequence of steps, which `run_steps` does or undoes as a whole. A
-# step is made when the steps before it are done, because it may need their results: a hook may close a buffer, and a
-# copy needs the new memory. Actions that cannot be undone come after `run_steps`: another process could take released
-# memory at once, and the memory of a dropped backup could get other bytes.
-
 Step: TypeAlias = "tuple[Callable[[], object], Callable[[], object]]"
 """A step: a function that does it, and a function that undoes it. If the first raises, the second is called, too, so an
 undo must check what was done.
 """
-Steps: TypeAlias = "Generator[Step, None, None]"
 
 
 def do_nothing() -> None:
-    """Do nothing. Used in steps that only do or only undo something."""
+    """Do nothing: the undo of a step that changes nothing, or that another undo undoes, too."""
 
 
-def run_steps(steps: Steps) -> None:
+def run_steps(*steps: Step) -> None:
     """Do the steps in order. If a step raises, undo this step and the steps before it, the last step first, and raise
     the error. All undos are called, also after one has failed; their errors are attached to the first error.
     """
-    undos: list[Callable[[], object]] = []
+    begun: list[Step] = []
     try:
-        for do, undo in steps:
-            undos.append(undo)
-            do()
+        for step in steps:
+            begun.append(step)
+            step[0]()
     except BaseException as first:
-        for undo in (steps.close, *reversed(undos)):
+        for _, undo in reversed(begun):
             try:
                 undo()
             except Exception as later:
@@ -535,154 +546,190 @@ def run_steps(steps: Steps) -> None:
         raise
 
 
-Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
-"""Buffers that are copied in sequence, and the event after their copies. Together the buffers have at least ``_BATCH``
-bytes, except in a last batch.
+Reserve: TypeAlias = "Callable[[abc.Mapping[VirtualBuffer, str]], Iterator[tuple[VirtualBuffer, Backup | None]]]"
+"""Function that reserves memory or disk space for the bytes of buffers, which it gets with their tags. It yields
+buffers with their backups; a buffer is left out or comes with None if its bytes are not kept.
 """
 
 
-def queue_copies(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Batch]:
-    """Queue the copies of buffers to their backups on ``stream``, and complete the backups (:meth:`Stored.seal`).
-    Returns the buffers in batches, in the order of the copies. The host waits for copies to disk. Raises OSError,
-    OutOfMemoryError, CudaError.
+class BackupSteps:
+    """The steps that make backups of buffers, for :func:`run_steps`. Each method is followed by its undo."""
+
+    def __init__(self, tags: abc.Mapping[VirtualBuffer, str], stream: Stream, reserve: Reserve) -> None:
+        self._tags = tags
+        """The buffers that need a backup, with their tags."""
+        self.stream: Stream = stream
+        """Stream of the copies."""
+        self._reserve = reserve
+        self.backups: dict[VirtualBuffer, Backup] = {}
+        """The new backups."""
+        self._batches: list[tuple[list[VirtualBuffer], Event]] = []
+        """Buffers that are copied in sequence, and the event after their copies. Together the buffers have at least
+        ``_BATCH`` bytes, except in a last batch.
+        """
+
+    def reserve(self) -> None:
+        """Reserve memory or disk space for the bytes. Raises the errors of :data:`Reserve`."""
+        self.backups.update((buffer, one) for buffer, one in self._reserve(self._tags) if one is not None)
+
+    def drop_backups(self) -> None:
+        """Undo :meth:`reserve`. The room is reused only after the copies that :meth:`copy` has queued."""
+        for backup in self.backups.values():
+            backup.drop()
+
+    def copy(self) -> None:
+        """Queue the copies of the buffers to their backups, and complete the backups (:meth:`Stored.seal`). The host
+        waits for copies to disk. No undo is needed, because the buffers do not change. Raises OSError,
+        OutOfMemoryError, CudaError.
+        """
+        batch: list[VirtualBuffer] = []
+        # The buffers are grouped by store: one `moving` block copies a whole group. A store on disk has its own staging
+        # memory, and its block ends when the copies through that memory are done, before the next block begins.
+        for stored, several in itertools.groupby(self.backups.items(), lambda item: item[1].stored):
+            with stored.moving(self.stream, out=True) as move:
+                for buffer, backup in several:
+                    backup.move(move, CopySide.of(buffer, session_of(buffer)))
+                    batch.append(buffer)
+                    if sum(copied.nbytes for copied in batch) >= _BATCH:
+                        self._batches.append((batch, self.stream.record()))
+                        batch = []
+        for stored in {backup.stored for backup in self.backups.values()}:
+            stored.seal(self.stream)
+        if batch:
+            self._batches.append((batch, self.stream.record()))
+
+
+class EvictSteps(BackupSteps):
+    """The steps of an eviction of one or several buffers, for :func:`run_steps`. Each method is followed by its undo.
+
+    :meth:`release` comes after the steps, because it has no undo: another thread or process could take the released
+    memory at once.
     """
-    batches: list[Batch] = []
-    batch: list[VirtualBuffer] = []
-    # The buffers are grouped by backup: one `moving` block copies a whole group. A backup on disk has its own staging
-    # memory, and its block ends when the copies through that memory are done, before the next block begins.
-    for stored, several in itertools.groupby(saved.items(), lambda item: item[1].stored):
-        with stored.moving(stream, out=True) as move:
-            for buffer, one in several:
-                one.move(move, CopySide.of(buffer, session_of(buffer)))
-                batch.append(buffer)
-                if sum(copied.nbytes for copied in batch) >= _BATCH:
-                    batches.append((batch, stream.record()))
-                    batch = []
-    for contents in {one.stored for one in saved.values()}:
-        contents.seal(stream)
-    return [*batches, (batch, stream.record())] if batch else batches
+
+    def __init__(self, stream: Stream, reserve: Reserve, after: After, *, shared: bool = False) -> None:
+        super().__init__({}, stream, reserve)
+        self._after = after
+        self._shared = shared
+        self.entries: dict[VirtualBuffer, list[MappedBytes]] = {}
+        """Mappings of the buffers that are to be unmapped."""
+
+    def wait(self, tags: abc.Mapping[VirtualBuffer, str]) -> None:
+        """Choose the buffers, and have the host wait for the users of their memory. Only those that are mapped will be
+        unmapped. No undo is needed. Errors as for :meth:`VirtualBuffer.evict`.
+        """
+        self._tags = {buffer: tag for buffer, tag in tags.items() if not buffer.frozen}
+        self.entries = {buffer: buffer._evictable(shared=self._shared) for buffer in tags if not buffer.evicted}
+        rights = (entry.rights for several in self.entries.values() for entry in several)
+        wait_for_users(self._after, session_of(self.stream), rights)
+
+    def unmap(self) -> None:
+        """Unmap the memory of each buffer after its copy, while the copies of later buffers run. Raises CudaError."""
+        for batch, copied in self._batches:
+            copied.synchronize()
+            for buffer in batch:
+                buffer._unmap(self.entries[buffer], self.backups[buffer])
+        for buffer, entries in self.entries.items():
+            if not buffer.evicted:
+                buffer._unmap(entries, self.backups.get(buffer))
+
+    def map_again(self) -> None:
+        """Undo :meth:`unmap`. Raises CudaError."""
+        undo_all(functools.partial(buffer._map_again, entries) for buffer, entries in reversed(self.entries.items()))
+
+    def release(self) -> int:
+        """Release the memory that was unmapped (``cuMemRelease``). Returns its size in bytes."""
+        for buffer, entries in self.entries.items():
+            for entry in entries:
+                entry.close()
+            # table() removes the released entries, and so drops their memory objects. As long as such an object exists,
+            # the exporter keeps the file descriptors of its memory open, and an open descriptor keeps the memory.
+            buffer.range._node.table()
+        return sum(entry.nbytes for entries in self.entries.values() for entry in entries)
 
 
-def evict_steps(
-    entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]],
-    saved: abc.Mapping[VirtualBuffer, Saved],
-    stream: Stream,
-    *,
-    copied: bool = False,
-) -> Steps:
-    """Yield the steps that copy the bytes of buffers to their backups, and unmap their memory.
+class RestoreSteps:
+    """The steps of a restore of one or several buffers, for :func:`run_steps`. Each method is followed by its undo.
 
-    The memory is not released: another thread or process could take it at once, and the steps could not be undone if a
-    later step fails. :func:`release_all` releases the memory once all steps are done. Memory is unmapped after its own
-    copy, while the copies of later buffers run.
-
-    Parameters
-    ----------
-    entries
-        Mappings of each buffer.
-    saved
-        New backups of buffers whose bytes are kept; a frozen buffer has its own backup. An earlier step of the caller
-        drops these backups when it is undone.
-    stream
-        Stream of the copies.
-    copied
-        Whether the backups have the bytes already.
+    After an undo all buffers are evicted as before. :meth:`drop_backups` comes after the steps, because the room of a
+    dropped backup could get other bytes.
     """
 
-    def unmap(buffer: VirtualBuffer) -> Step:
-        act = functools.partial(buffer._unmap, entries[buffer], saved.get(buffer, buffer._frozen))
-        return act, functools.partial(buffer._map_again, entries[buffer])
+    def __init__(self, buffers: Iterable[VirtualBuffer], stream: Stream) -> None:
+        self.evictions: dict[VirtualBuffer, Eviction] = {one: one.eviction for one in buffers if one.eviction}
+        """The released memory of the buffers that are evicted."""
+        self._stream = stream
+        self._made: dict[VirtualBuffer, Sequence[MappedBytes]] = {}
+        """The new mappings of each buffer."""
 
-    # The copies are no step, because they change no buffer. An undo of the caller drops the backups, whose memory is
-    # reused only after the copies.
-    left = dict.fromkeys(entries)
-    for batch, end in () if copied else queue_copies(saved, stream):
-        end.synchronize()
-        for buffer in batch:
-            yield unmap(buffer)
-            del left[buffer]
-    yield from map(unmap, left)
+    def map(self) -> None:
+        """Create and map memory, and queue the copies of the bytes. The first copies run while further memory is
+        created. Raises OutOfMemoryError, OSError, DamagedBackupError, CudaError.
+        """
+        by_store: dict[Stored | None, list[VirtualBuffer]] = {}
+        for buffer, eviction in self.evictions.items():
+            if not eviction.held:
+                by_store.setdefault(buffer._backup and buffer._backup.stored, []).append(buffer)
+        try:
+            for stored, buffers in by_store.items():
+                with contextlib.nullcontext() if stored is None else stored.moving(self._stream, out=False) as move:
+                    for buffer in buffers:
+                        self._create(buffer, move)
+        finally:
+            # A range that is dropped from now on waits for the copies.
+            copies = Fence(session_of(self._stream), [self._stream] if any(by_store) else ())
+            for buffer in self._made:
+                buffer.range._node.copies = copies
+        # The bytes of a buffer whose sleep failed, together with the undo, are still in its old memory.
+        for buffer, eviction in self.evictions.items():
+            if eviction.held:
+                buffer._map_again(eviction.held)
 
+    def _create(self, buffer: VirtualBuffer, move: Move | None) -> None:
+        left = buffer.range._node.table()
+        if left:  # A restore failed, together with its undo. A hook may have queued work that uses this memory.
+            wait_for_users(None, session_of(buffer), (entry.rights for entry in left))
+        self._made[buffer] = buffer._create_chunks(self.evictions[buffer].chunks)
+        if buffer._backup is not None and move is not None:
+            buffer._load(buffer._backup, self._made[buffer], move, self._stream)
 
-def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> None:
-    """Release the memory of ``entries``, the mappings of each buffer that :func:`evict_steps` has unmapped
-    (``cuMemRelease``). This cannot be undone.
-    """
-    for buffer, several in entries.items():
-        for entry in several:
+    def unmap(self) -> None:
+        """Undo :meth:`map` and :meth:`protect`. The host first waits for the copies, which may still read a backup and
+        write the new memory, and for the work of hooks. Raises CudaError.
+        """
+        undo_all(functools.partial(self._unmap, buffer) for buffer in reversed(self.evictions))
+
+    def _unmap(self, buffer: VirtualBuffer) -> None:
+        buffer.eviction = eviction = self.evictions[buffer]
+        entries = [entry for entry in eviction.held or self._made.get(buffer, ()) if not entry.gone]
+        if entries:
+            self._stream.synchronize()
+            wait_for_users(None, session_of(buffer), (entry.rights for entry in entries))
+        buffer.range._node.unmap(entries)
+        for entry in () if eviction.held else entries:
             entry.close()
-        # table() removes the released entries, and so drops their memory objects. As long as such an object exists, the
-        # exporter keeps the file descriptors of its memory open, and an open descriptor keeps the memory.
-        buffer.range._node.table()
 
-
-def restore_steps(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> Steps:
-    """Yield the steps that map memory for evicted buffers, and queue the copies of their bytes on ``stream``.
-
-    After an undo all buffers are evicted as before, with their backups. Queued copies may still read a backup and write
-    the new memory, so an undo waits for these copies before it unmaps the memory.
-    """
-    made: dict[VirtualBuffer, Sequence[MappedBytes]] = {}
-    by_backup: dict[Stored | None, list[VirtualBuffer]] = {}
-    for buffer, eviction in evictions.items():
-        if not eviction.held:
-            by_backup.setdefault(eviction.saved and eviction.saved.stored, []).append(buffer)
-
-    def create(buffer: VirtualBuffer, move: Move | None) -> None:
-        _release_awaited(buffer, buffer.range._node.table())  # Left if an earlier restore and its undo failed.
-        eviction = evictions[buffer]
-        made[buffer] = buffer._create_chunks(eviction.pieces)
-        if eviction.saved is not None and move is not None:
-            buffer._load(eviction.saved, made[buffer], move, stream)
-
-    def note_copies() -> None:
-        copies = Fence(session_of(stream), [stream] if any(by_backup) else ())
-        for buffer in made:
-            buffer.range._node.copies = copies
-
-    def release(buffer: VirtualBuffer) -> None:
-        note_copies()
-        stream.synchronize()
-        _release_awaited(buffer, made.pop(buffer, ()))
-
-    def set_evictions(evicted: abc.Mapping[VirtualBuffer, Eviction]) -> None:
-        for buffer in made:
-            buffer.eviction = evicted.get(buffer)
-
-    # The first copies run while further memory is created. If a step fails, `run_steps` closes this generator, which
-    # ends `moving` without waiting for the threads that read files.
-    for stored, buffers in by_backup.items():
-        with contextlib.nullcontext() if stored is None else stored.moving(stream, out=False) as move:
-            for buffer in buffers:
-                yield functools.partial(create, buffer, move), functools.partial(release, buffer)
-    yield note_copies, do_nothing  # From now on a range that is dropped waits for the copies.
-    frozen = frozen_backups(evictions)
-    if frozen:
-        yield stream.synchronize, do_nothing  # The copies write to the memory, which is protected after them.
+    def protect(self) -> None:
+        """Make frozen buffers read-only, after the copies, which write to them. Raises CudaError."""
+        frozen = [buffer for buffer in self._made if buffer.frozen]
+        if frozen:
+            self._stream.synchronize()
         for buffer in frozen:
-            yield functools.partial(protect, buffer, buffer.rights), do_nothing
-    for buffer, eviction in evictions.items():
-        if eviction.held:  # A sleep and its undo failed, so the bytes are still in the old memory.
-            yield functools.partial(buffer._map_again, eviction.held), functools.partial(_unmap_held, buffer, eviction)
-    yield functools.partial(set_evictions, {}), functools.partial(set_evictions, evictions)
+            buffer.range._node.grant(self._made[buffer], buffer.rights)
 
+    def set_awake(self) -> None:
+        """Let the restored buffers be used."""
+        for buffer in self.evictions:
+            buffer.eviction = None
 
-def _release_awaited(buffer: VirtualBuffer, entries: Iterable[MappedBytes]) -> None:
-    """Unmap and release memory, after the host has waited for work that may use it: a hook of a failed wake may have
-    queued such work.
-    """
-    several = list(entries)
-    if several:
-        wait_for_users(None, session_of(buffer), (entry.rights for entry in several))
-        buffer._release(several)
+    def set_asleep(self) -> None:
+        """Undo :meth:`set_awake`."""
+        for buffer, eviction in self.evictions.items():
+            buffer.eviction = eviction
 
-
-def _unmap_held(buffer: VirtualBuffer, eviction: Eviction) -> None:
-    """Unmap the memory of :attr:`Eviction.held` again, and keep its handles, as the undo of a restore."""
-    mapped = [entry for entry in eviction.held if not entry.gone]
-    wait_for_users(None, session_of(buffer), (entry.rights for entry in mapped))
-    buffer.eviction = eviction
-    buffer.range._node.unmap(mapped)
+    def drop_backups(self) -> int:
+        """Drop the backups after the steps, except those of frozen buffers. Returns the restored bytes."""
+        drop_backups(self.evictions)
+        return sum(eviction.nbytes for eviction in self.evictions.values())
 
 
 def read_only(rights: Rights) -> Rights:
@@ -690,29 +737,11 @@ def read_only(rights: Rights) -> Rights:
     return {where: min(allowed, MemAccess.READ) for where, allowed in rights.items()}
 
 
-def protect(buffer: VirtualBuffer, rights: Rights) -> None:
-    """Set the permissions ``rights`` on all memory of a buffer (``cuMemSetAccess``). Raises CudaError."""
-    buffer.range._node.grant(list(buffer.range._node.table()), rights)
-
-
-def frozen_backups(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Saved]:
-    """Return the backups of those ``buffers`` that are frozen. Such a backup has the same bytes as its buffer."""
-    return {buffer: buffer._frozen for buffer in buffers if buffer._frozen is not None}
-
-
-def drop_woken(evictions: abc.Mapping[VirtualBuffer, Eviction]) -> None:
-    """Drop the backups in ``evictions`` after their buffers were restored, except those of frozen buffers."""
-    drop_all({buffer: eviction.saved for buffer, eviction in evictions.items() if not buffer.frozen})
-
-
-def drop_all(saved: abc.Mapping[VirtualBuffer, Saved | None]) -> None:
-    """Drop the backups in ``saved``; each is released after the copies that use it. If the driver refuses a release, it
-    is made later.
-    """
-    for one in saved.values():
-        if one is not None:
-            with contextlib.suppress(CudaError):
-                one.drop()
+def drop_backups(buffers: Iterable[VirtualBuffer]) -> None:
+    """Drop the backups of those ``buffers`` that are neither evicted nor frozen, and so do not need them."""
+    for buffer in buffers:
+        if not (buffer.evicted or buffer.frozen):
+            buffer._replace_backup(None)
 
 
 def device_rights(

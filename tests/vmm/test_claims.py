@@ -13,7 +13,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.session import session_of
 from streamalloc.vmm.claims import Claim, Claimable, claiming
-from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_steps, restore_steps
+from streamalloc.vmm.virtual_buffer import EvictSteps, RestoreSteps, VirtualBuffer
 from tests.interleaving import interleaved
 from tests.processes import in_a_child
 from tests.support import KEEP, end_what_was_dropped, filled, in_threads, shows
@@ -79,16 +79,18 @@ ACTS: dict[str, Callable[[World], object]] = {
     "wake the other": lambda it: it.groups[1].wake(),
 }
 FUNCTIONS: dict[str, Callable[..., object]] = {
-    "sleep": vmm.SleepGroup._put_to_sleep,
-    "sleep, copying": evict_steps,
-    "wake": restore_steps,
+    "sleep": vmm.SleepGroup._sleep.__wrapped__,  # type: ignore[attr-defined]
+    "sleep, claiming": vmm.SleepGroup._claim_and_wait,
+    "sleep, copying": EvictSteps.unmap,
+    "wake": RestoreSteps.map,
     "evict": VirtualBuffer._evictable,
-    "restore": restore_steps,
+    "restore": RestoreSteps.map,
     "grow": vmm.GrowableBuffer._resize,
 }
 """Functions that the first call makes, at each line of which the second call begins."""
 PAIRS = {
     "sleep": ("evict", "close", "sleep the other"),
+    "sleep, claiming": ("evict", "close", "sleep the other"),
     "sleep, copying": ("grow",),
     "wake": ("restore", "close", "wake the other"),
     "evict": ("sleep",),
@@ -171,7 +173,7 @@ def test_a_buffer_that_is_put_to_sleep_is_not_removed() -> None:
         with contextlib.suppress(sa.EvictedError):
             world.groups[0].remove(world.buffers[1])
 
-    for world in interleaved(evict_steps, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"):
+    for world in interleaved(EvictSteps.unmap, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"):
         assert world.buffers[1].evicted == (world.buffers[1] in world.groups[0].buffers)
         world.check()
 

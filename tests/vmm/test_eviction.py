@@ -201,8 +201,8 @@ def test_out_of_memory_in_the_middle_of_a_restore(room: int) -> None:
                 assert buffer.evicted and buffer.mappings == () and buffer.nbytes == SIZE
                 assert buffer.eviction is not None and buffer.eviction.nbytes == MAPPED
                 kept = np.empty(SIZE, np.uint8)
-                assert buffer.eviction.saved is not None
-                buffer.eviction.saved.read(0, kept)
+                assert buffer._backup is not None
+                buffer._backup.read(0, kept)
                 assert np.array_equal(kept, data)
             for other in others[: 3 - room]:
                 other.close()

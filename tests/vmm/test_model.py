@@ -214,7 +214,7 @@ class Growing:
         assert buffer.evicted and buffer.mappings == () and buffer.mapped_bytes == self.account.physical_bytes == 0
         eviction = buffer.eviction
         assert eviction is not None and eviction.nbytes == sum(self.pieces)
-        assert (eviction.saved is None) == (kind == "nowhere" or not size) and "evicted" in repr(buffer)
+        assert (buffer._backup is None) == (kind == "nowhere" or not size) and "evicted" in repr(buffer)
         each_raises(sa.EvictedError, lambda: buffer.resize(0), lambda: buffer.evict(self.host))
         with vmm.AddressRange(PAGE, address=self.address, driver=self.account.driver) as other:
             assert not other.honoured  # the addresses are still the buffer's
@@ -355,9 +355,9 @@ class Sleeping(RuleBasedStateMachine):
             assert buffer.evicted or pattern is None or shows(buffer, pattern)
             assert done or buffer.frozen == (number in self.frozen)
             assert buffer.rights[place] == (READ if buffer.frozen else READWRITE)
-            if buffer._frozen is not None:
-                saved = buffer._frozen
-                assert saved.stored._present[saved.blocks.start : saved.blocks.stop].all(), "the backup was dropped"
+            if buffer.frozen:
+                backup = buffer._backup
+                assert backup and backup.stored._present[backup.blocks.start : backup.blocks.stop].all()
             if not buffer.evicted:
                 assert self.account.driver.cuMemGetAccess(place.to_driver(), buffer.address)[1] == buffer.rights[place]
 
@@ -394,8 +394,7 @@ class Sleeping(RuleBasedStateMachine):
     @rule(tags=TAGS, fault=FAULTS)
     def freeze(self, tags: tuple[str, ...], fault: Fault) -> None:
         new = [number for number in self.numbers(tags) if number not in self.frozen]
-        evictions = [self.buffers[number].eviction for number in new]
-        if any(one is not None and one.saved is None for one in evictions):
+        if any(self.buffers[number].evicted and self.buffers[number]._backup is None for number in new):
             with pytest.raises(ValueError, match=r"not kept|keeps its memory"):
                 self.group.freeze(*tags, stream=self.stream)
         elif self.attempt(lambda: self.group.freeze(*tags, stream=self.stream), fault):

@@ -49,8 +49,8 @@ class TestSleepAndWake:
     def test_only_what_is_to_be_kept_is_copied(self, group: vmm.SleepGroup, keep: Any, other: str) -> None:
         weights, cache = buffers(group, "weights", other)
         group.sleep(keep=keep)
-        assert weights.eviction and weights.eviction.saved is not None
-        assert cache.eviction and cache.eviction.saved is None
+        assert weights.eviction and weights._backup is not None
+        assert cache.eviction and cache._backup is None
         group.wake()
         assert shows(weights, 0)
         cache.fill(3)
@@ -72,7 +72,7 @@ class TestSleepAndWake:
 
             group.sleep(backup=place, keep=list(places))
             assert sorted(asked) == sorted(places) and all(buffer.evicted for buffer in several)
-            assert [bool(one.eviction and one.eviction.saved) for one in several] == [True] * 3 + [False] * 2
+            assert [bool(one._backup) for one in several] == [True] * 3 + [False] * 2
             assert np.array_equal(memory.as_array(), pattern(memory.nbytes, 1))
             part = np.zeros(100, np.uint8)
             group.read(several[0], part, 7)

@@ -6,7 +6,7 @@ of a chunk, whether bytes are stored there or not. A call that saves makes one :
 chunk for each block. The room of a dropped block is reused or released after the copies that use it.
 
 Pages and pieces have blocks of one size, and share the chunks of a :class:`BlockTier`. Sleeping buffers have chunks of
-their own, and each buffer has a :class:`Saved` for its blocks.
+their own, and each buffer has a :class:`Backup` for its blocks.
 """
 
 from __future__ import annotations
@@ -348,8 +348,8 @@ def overlapping(pieces: Iterable[T], sizes: Sequence[int], offset: int, array: B
             yield piece, begin - end + nbytes, array[begin - offset : last - offset]
 
 
-class Saved(NamedTuple):
-    """The stored bytes of one buffer in a tier: adjacent blocks of a :class:`Stored`."""
+class Backup(NamedTuple):
+    """The backup of one buffer: its stored bytes in a tier, in adjacent blocks of a :class:`Stored`."""
 
     stored: Stored
     blocks: range
@@ -362,14 +362,14 @@ class Saved(NamedTuple):
         move(Copies(self.blocks, side.address + np.cumsum(sizes) - sizes, side))
 
     def read(self, offset: int, target: Bytes) -> None:
-        """Copy the saved bytes from ``offset`` (bytes) on into the host array ``target``. Blocks the host. Raises
+        """Copy the stored bytes from ``offset`` (bytes) on into the host array ``target``. Blocks the host. Raises
         OSError, DamagedBackupError, CudaError.
         """
         for block, begin, part in self._touched(offset, target):
             self.stored.read(block, begin, part)
 
     def write(self, offset: int, source: Bytes) -> None:
-        """Overwrite the saved bytes from ``offset`` (bytes) on with the host array ``source``. Blocks the host. Raises
+        """Overwrite the stored bytes from ``offset`` (bytes) on with the host array ``source``. Blocks the host. Raises
         OSError, OutOfMemoryError, CudaError, and DamagedBackupError for a file block that is replaced in part.
         """
         for block, begin, part in self._touched(offset, source):
@@ -380,10 +380,11 @@ class Saved(NamedTuple):
         return overlapping(self.blocks, sizes, offset, array)
 
     def drop(self) -> None:
-        """Drop the stored bytes. The tier reuses their room after the last copies (:meth:`Stored.drop`). Idempotent.
-        Raises CudaError.
+        """Drop the stored bytes. The tier reuses their room after the last copies (:meth:`Stored.drop`). If the driver
+        refuses a release, it is made later. Idempotent.
         """
-        self.stored.drop(self.blocks)
+        with contextlib.suppress(CudaError):
+            self.stored.drop(self.blocks)
 
 
 def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], list[int]]]:

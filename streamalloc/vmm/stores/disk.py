@@ -21,12 +21,12 @@ from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import (
     Addresses,
+    Backup,
     BlockTier,
     Bytes,
     Chunk,
     Copies,
     Move,
-    Saved,
     Stored,
     index_of,
     overlapping,
@@ -349,8 +349,8 @@ class DiskTier(BlockTier):
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         kernel_of(device).prepare()
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Create a file for buffers of ``sizes`` bytes, and return a ``Saved`` for each buffer. ``stream`` makes the
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Backup]:
+        """Create a file for buffers of ``sizes`` bytes, and return a ``Backup`` for each buffer. ``stream`` makes the
         copies.
 
         ``name``: name of the file in a persistent tier, which stays after the buffers have woken; None for a file
@@ -369,9 +369,9 @@ class DiskTier(BlockTier):
         stays = self.persistent and name is not None
         return self._held(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
 
-    def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Saved]:
+    def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Backup]:
         """Open the complete file that an earlier :meth:`hold` made with ``name``, for buffers of the same ``sizes`` in
-        bytes. Returns a ``Saved`` with the bytes of each buffer.
+        bytes. Returns a ``Backup`` with the bytes of each buffer.
 
         Raises
         ------
@@ -400,10 +400,10 @@ class DiskTier(BlockTier):
             raise ValueError(f"a file named after {name!r} has {len(file)} bytes in its name: allowed are {_LONGEST}")
         return file
 
-    def _held(self, file: DiskFile) -> Sequence[Saved]:
+    def _held(self, file: DiskFile) -> Sequence[Backup]:
         stored, chunk = _Contents(self), _Slots(file, 0, 0)
         stored.add(chunk, *chunk.take(chunk.count), sizes=file.sizes)
-        return [Saved(stored, range(index, index + 1)) for index in range(chunk.count)]
+        return [Backup(stored, range(index, index + 1)) for index in range(chunk.count)]
 
     def _staging(self, device: Device) -> HostMemory:
         """Return staging memory that no other call uses. If there is none, make one (``cuMemHostRegister``). Raises

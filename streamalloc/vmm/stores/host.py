@@ -26,13 +26,13 @@ from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import (
     LEAST,
     Addresses,
+    Backup,
     Blocks,
     BlockTier,
     Bytes,
     Chunk,
     Copies,
     Move,
-    Saved,
     Stored,
     Tier,
     index_of,
@@ -331,9 +331,9 @@ class HostTier(BlockTier):
         self._preparations: list[Future[int]] = []
         """Futures of :meth:`prepare` that are not done."""
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Reserve room for buffers of ``sizes`` bytes, and return a ``Saved`` for each buffer. Threads begin to pin the
-        memory that is missing (``cuMemHostRegister``). ``name`` has no effect.
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Backup]:
+        """Reserve room for buffers of ``sizes`` bytes, and return a ``Backup`` for each. Threads begin to pin memory
+        that is missing (``cuMemHostRegister``). ``name`` has no effect.
 
         Raises
         ------
@@ -352,7 +352,7 @@ class HostTier(BlockTier):
             with undoing(stored.drop):
                 self._begin(0, cores(), len(stored))
         ends = [0, *itertools.accumulate(map(blocks_of, sizes))]
-        return [Saved(stored, range(first, last)) for first, last in itertools.pairwise(ends)]
+        return [Backup(stored, range(first, last)) for first, last in itertools.pairwise(ends)]
 
     def calibrate(self) -> None:
         """Measure again up to which block size a kernel is faster than single copies. Blocks the host.
@@ -581,14 +581,14 @@ class _Piece(MemoryChunk):
         self.close()
 
 
-def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
+def backup_in(memory: Memory | Bytes, session: Session) -> Backup:
     """Return a backup in ``memory``, an object of the caller. The backup keeps this object alive until the copies are
     done, and does not free its memory.
     """
     stored = _BufferBytes(Tier())
     piece = _Piece(session, memory.nbytes, 1, memory, [memory].clear)
     stored.add(piece, np.array([piece.address]), sizes=[memory.nbytes])
-    return Saved(stored, range(1))
+    return Backup(stored, range(1))
 
 
 class PoolTier(Tier):
@@ -603,9 +603,9 @@ class PoolTier(Tier):
         super().__init__()
         self.pool: MemoryPool = pool
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Backup]:
         """Allocate memory for buffers of ``sizes`` bytes on ``stream`` (``cuMemAllocFromPoolAsync``), and return a
-        :class:`Saved` for each buffer. ``name`` has no effect.
+        :class:`Backup` for each buffer. ``name`` has no effect.
 
         Raises
         ------
@@ -617,20 +617,20 @@ class PoolTier(Tier):
             The pool was closed.
         """
         self._check(stream)
-        stored, saved, bounds, end = _BufferBytes(self), [], list[tuple[int, int]](), 0
+        stored, backups, bounds, end = _BufferBytes(self), [], list[tuple[int, int]](), 0
         for nbytes in sizes:
             first, start = len(bounds), -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + nbytes
             cuts = [start, *range((start // _ALLOCATION + 1) * _ALLOCATION, end, _ALLOCATION), end]
             bounds += itertools.pairwise(cuts)
-            saved.append(Saved(stored, range(first, len(bounds))))
+            backups.append(Backup(stored, range(first, len(bounds))))
         with undoing(stored.drop):
             for at in range(0, end, _ALLOCATION):
                 memory = self.pool.allocate(min(_ALLOCATION, end - at), stream)
                 piece = _Piece(session_of(memory), memory.nbytes, 1, memory, memory.close)
                 mine = np.array([bound for bound in bounds if at <= bound[0] < at + _ALLOCATION])
                 stored.add(piece, piece.address + mine[:, 0] - at, sizes=mine[:, 1] - mine[:, 0])
-        return saved
+        return backups
 
     def _check(self, stream: Stream) -> None:
         pool = self.pool

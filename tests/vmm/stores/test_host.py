@@ -278,8 +278,7 @@ class TestPieces:
             filled(buffer, seed)
         group.sleep()
         # The second begins in the first piece and ends in the third.
-        saved = [buffer.eviction.saved for buffer in several if buffer.eviction is not None]
-        assert [len(one.blocks) for one in saved if one is not None] == [1, 3, 1, 2]
+        assert [len(one._backup.blocks) for one in several if one._backup] == [1, 3, 1, 2]
         assert pool.statistics().used == sum(buffer.nbytes for buffer in several) + 512 * 2 - 100 - 10
         part = np.zeros(PIECE, np.uint8)
         group.read(several[1], part, PIECE // 2 + 7)
