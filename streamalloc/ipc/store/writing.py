@@ -32,7 +32,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import MemAccess, MemHandleType, checked_size, checked_type
 from streamalloc.core.resource import Leaves, Unique, close_all
-from streamalloc.core.session import session_of
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import ForkedProcessError
 from streamalloc.ipc.exporter.exports import Lease, exports_of
 from streamalloc.ipc.store.errors import StoreError
@@ -329,12 +329,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
                     # If all tensors are empty, the epoch still gets a chunk, because the driver cannot map an empty
                     # range for readers.
                     self._grow(self._rounded(1))
-                # A commit includes the work of all streams, also of streams that only other libraries use.
-                devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
-                events = [] if block else [event for device in devices for event in all_work(device)]
-                if block:
-                    for device in devices:
-                        await_device(session, device.ordinal)
+                events = _queued_work(session, block)
                 manifest, same = self._manifest(), bool(self._like) and self.layout.hash == self._like
                 texts = [] if same else [self.layout.to_bytes()]
                 files = [undo.enter_context(sealed_file(text)) for text in (*texts, manifest.to_bytes())]
@@ -463,6 +458,19 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _text(self) -> str:
         state = f"epoch {self.epoch}" if self.epoch else "aborted" if self.closed else "not committed"
         return f" {self.key!r}, {len(self)} tensors, {size_text(self.nbytes)}, {state}"
+
+
+def _queued_work(session: Session, block: bool) -> list[Event]:
+    """Return events after the work of all streams of the devices, also of streams that only other libraries use. With
+    ``block``, wait for this work on the host instead, and return an empty list. Raises CudaError.
+    """
+    events: list[Event] = []
+    for ordinal in session.ordinals:
+        if block:
+            await_device(session, ordinal)
+        else:
+            events += all_work(Device(ordinal, driver=session.driver))
+    return events
 
 
 def _aligned(nbytes: int) -> int:
