@@ -611,13 +611,7 @@ class OwnStream(Stream):
         stream.sees_all_work = not blocking
         # No other code can capture the stream before it gets the handle.
         stream._prepare(device, None, capturable=False)
-        stream._session.create_in(
-            device.ordinal,
-            stream,
-            "cuStreamCreateWithPriority",
-            int(flags),
-            min(max(priority, -(1 << 31)), (1 << 31) - 1),
-        )
+        stream._session.create_in(device.ordinal, stream, "cuStreamCreateWithPriority", int(flags), priority)
         stream._open()
         listener = stream._session.listener
         if name:
