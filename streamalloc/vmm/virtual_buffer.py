@@ -675,10 +675,7 @@ class RestoreSteps:
                     for buffer in buffers:
                         self._create(buffer, move)
         finally:
-            # A range that is dropped from now on waits for the copies.
-            copies = Fence(session_of(self._stream), [self._stream] if any(by_store) else ())
-            for buffer in self._made:
-                buffer.range._node.copies = copies
+            self._note_copies()
         # The bytes of a buffer whose sleep failed, together with the undo, are still in its old memory.
         for buffer, eviction in self.evictions.items():
             if eviction.held:
@@ -691,6 +688,14 @@ class RestoreSteps:
         self._made[buffer] = buffer._create_chunks(self.evictions[buffer].chunks)
         if buffer._backup is not None and move is not None:
             buffer._load(buffer._backup, self._made[buffer], move, self._stream)
+
+    def _note_copies(self) -> None:
+        """Have a range that is dropped from now on wait for the copies."""
+        # A function of its own: the traceback of an error would keep the fence as a local variable of `map`.
+        copying = any(buffer._backup for buffer in self._made)
+        copies = Fence(session_of(self._stream), [self._stream] if copying else ())
+        for buffer in self._made:
+            buffer.range._node.copies = copies
 
     def unmap(self) -> None:
         """Undo :meth:`map` and :meth:`protect`. The host first waits for the copies, which may still read a backup and
