@@ -169,10 +169,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
             An argument is not allowed, or the epoch would have more than 2048 chunks.
         StoreGoneError
             The server has ended.
-        ClosedError
-            The epoch was committed or aborted.
-        CudaError
-            The driver refused a call.
+        ClosedError, CudaError
+            The epoch was committed or aborted, or the driver refused a call.
         """
         self.allocate_all({name: (shape, dtype)})
         return self[name]
@@ -396,8 +394,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return [tuple(json.loads(bytes(one))) for one in found]
 
     def abort(self) -> None:
-        """Release the memory without a commit. With a ``group``, no rank commits. Idempotent. Raises CudaError if the
-        driver refuses; another call then releases the rest.
+        """Release the memory without a commit. With a ``group``, no rank commits. Idempotent. Raises CudaError; call
+        it again then.
         """
         if not self.closed:
             with contextlib.ExitStack() as undo:
