@@ -165,9 +165,10 @@ class Lease(SharedState):
 
     # -- announcements ---------------------------------------------------------------------------------------
 
-    def announce(self, stream: Stream) -> int:
+    def announce(self, stream: Stream, address: int = 0, nbytes: int = 0) -> int:
         """Make ``stream`` write the next value to the word ``ready`` after the stream's queued work
-        (``cuStreamWriteValue32``). Returns this value, for which importers wait.
+        (``cuStreamWriteValue32``). Returns this value, for which importers wait. The checker of the driver is told that
+        this announces ``nbytes`` bytes at ``address``, unless that is 0.
 
         Raises
         ------
@@ -195,7 +196,12 @@ class Lease(SharedState):
                 # wait for it. If the write is queued, a second write of the same value changes nothing.
                 self.block.write(stream, words.ready, value)
                 raise
-            return value
+        listener = self.block.session.listener
+        if listener is not None and address:
+            name = self.block.announcement(self.slot, self.generation, value)
+            with stream.device.current():
+                listener.shared(address, nbytes, stream.checked_raw(), name)
+        return value
 
     def _follow(self, stream: Stream, announcer: Stream, last: int) -> None:
         """Order the writes of ``stream`` after those of ``announcer``, which has announced values up to ``last``.

@@ -425,29 +425,23 @@ def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
     The hold begins first, then the contents are announced, and only then can anybody have the descriptor. So a refused
     call leaves nothing for importers to wait for, and a free in another thread finds the hold.
     """
-    handles, lease, pool = dict(thing.handles), thing.lease, thing.pool
+    hold = Hold() if options.hold else None
+    lease, pool, handles = _lease_of(thing, hold, exports), thing.pool, dict(thing.handles)
     uuid = exports.uuid(thing.device)
     added: dict[str, Any] = {"device": uuid, "endpoint": exports.endpoint, "driver_version": exports.version}
-    hold = Hold() if options.hold else None
-    if hold is not None and thing.allocation:
-        lease = exports.lease_at(thing.allocation, hold)
-    if lease is not None:
-        added["flags"] = thing.described.flags | Flags.LEASED
-    elif hold is not None or thing.stream is not None:
-        (lease,) = exports.new_leases()
-    if hold is not None and lease is not None and not thing.allocation:
-        lease.add_hold(hold, kept=False)
     block = None if lease is None else lease.block
     if pool is not None:
         block = block or exports.block()
         handles[pool.origin] = pool.fd
         added.update(origin=pool.origin, handle_type=int(POSIX), pool_mark=pool.mark(block))
-    if lease is not None:
-        ready = lease.words.last_announced if thing.stream is None else _announced(lease, thing.stream, thing)
-        added.update(slot=lease.slot, generation=lease.generation, ready=ready)
     if block is not None:
         handles[block.id] = block.fd
         added["control_block"] = block.id
+    if lease is not None:
+        ready = lease.words.last_announced
+        if thing.stream is not None:
+            ready = lease.announce(thing.stream, thing.address, thing.described.size)
+        added.update(slot=lease.slot, generation=lease.generation, ready=ready)
     shared = Shared(thing.described._replace(**added), handles, lease, hold, exports)
     if thing.lease is None:
         shared._again = functools.partial(share, **options._replace(hold=True)._asdict())
@@ -457,17 +451,18 @@ def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
     return shared
 
 
-def _announced(lease: Lease, stream: Stream, thing: _Thing) -> int:
-    """Announce the contents of ``thing`` after the queued work of ``stream`` (``cuStreamWriteValue32``). Returns the
-    value that importers wait for. Raises CudaError.
+def _lease_of(thing: _Thing, hold: Hold | None, exports: Exports) -> Lease | None:
+    """Return the lease for a descriptor of ``thing``, with ``hold`` added to it: that of the buffer, that of the other
+    library's allocation, or a new one. None if there are neither contents nor a hold.
     """
-    ready = lease.announce(stream)
-    listener = lease.block.session.listener
-    if listener is not None and thing.address:
-        name = lease.block.announcement(lease.slot, lease.generation, ready)
-        with stream.device.current():
-            listener.shared(thing.address, thing.described.size, stream.checked_raw(), name)
-    return ready
+    lease = thing.lease
+    if hold is not None and thing.allocation:
+        return exports.lease_at(thing.allocation, hold)
+    if lease is None and (hold is not None or thing.stream is not None):
+        (lease,) = exports.new_leases()
+    if lease is not None and hold is not None:
+        lease.add_hold(hold, kept=False)
+    return lease
 
 
 # -- kinds of memory -----------------------------------------------------------------------------------------
@@ -487,7 +482,9 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
     lease = exports.lease(buffer)
     pool: Any = lease.pool
     offset, size = part or (0, nbytes)
-    described = Descriptor(Mechanism.POOL_POINTER, offset=offset, size=size, base_size=nbytes, payload=lease.payload)
+    described = Descriptor(
+        Mechanism.POOL_POINTER, flags=Flags.LEASED, offset=offset, size=size, base_size=nbytes, payload=lease.payload
+    )
     return _Thing(described, pool.device, ordered, address + offset, lease, pool)
 
 
@@ -676,16 +673,16 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _
                 "allocations one by one"
             )
         described = Descriptor(Mechanism.PHYSICAL, offset=span.address - base, size=span.nbytes, base_size=size)
+        flags = Flags.LEASED if options.hold else 0
         if known.pool is not None:
             _check_pool_array(thing, options, known.handle_types)
             pool = exports.pool(known.pool)
             payload = exports.export_pointer(base)
-            described = described._replace(mechanism=Mechanism.POOL_POINTER, payload=payload)
+            described = described._replace(mechanism=Mechanism.POOL_POINTER, flags=flags, payload=payload)
             return _Thing(described, device, ordered, pool=pool, allocation=base)
         if known.legacy_ipc:
             _check_block_array(thing, options, base, size)
             payload = opaque_bytes(session.call("cuIpcGetMemHandle", base))
-            flags = Flags.LEASED if options.hold else 0
             described = described._replace(mechanism=Mechanism.LEGACY, flags=flags, payload=payload)
             return _Thing(described, device, ordered)
         memory = PhysicalMemory.at(base, driver=driver)

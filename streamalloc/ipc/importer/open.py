@@ -212,7 +212,8 @@ class Received:
         if described.control_block == NOWHERE:
             return
         try:
-            self.block = block = imports.control_block(described.control_block, self.take)
+            name = described.control_block
+            self.block = block = imports.blocks.get(name) or imports.control_block(name, self.take)
         except ConnectionError:
             if described.handle_type == FABRIC and imports.device_of(described.device) is None:
                 return
