@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -91,21 +91,22 @@ def reported(program: Callable[[], object], report: Callable[[], object]) -> Non
 def run_program(options: argparse.Namespace) -> dict[str, Any]:
     """Run the program in this process, as ``python`` would. Returns the global variables of the program.
 
-    ``sys.argv`` and ``sys.path`` are set for the program, and stay so. Raises :class:`UsageError` for a module that
-    does not exist.
+    ``sys.argv`` and ``sys.path`` are set for the program, and stay so. Raises :class:`UsageError` if there is no such
+    module, or the package or folder has no ``__main__``.
     """
     sys.argv = [options.program, *options.arguments]
     if options.module:
         sys.path.insert(0, os.getcwd())
-        if importlib.util.find_spec(options.program.partition(".")[0]) is None:
-            raise UsageError(f"there is no module {options.program!r}")
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
     try:
         if options.module:
             return runpy.run_module(options.program, run_name="__main__", alter_sys=True)
         return runpy.run_path(options.program, run_name="__main__")
-    except BaseException:
+    except BaseException as error:
+        inner = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+        if isinstance(error, ImportError) and set(inner) == {"runpy"}:  # Nothing of a program has run.
+            raise UsageError(str(error)) from None
         if sys.excepthook is sys.__excepthook__:  # Otherwise the program has chosen how its errors are shown.
             sys.excepthook = _show_error
         raise

@@ -67,6 +67,17 @@ def test_without_a_finding_the_exit_status_is_the_program_s(check: Any, words: t
     assert (done.returncode, done.stdout, done.stderr) == (status, "the program has ended\n", "")
 
 
+@pytest.mark.parametrize("options", [("-m",), ()], ids=["package", "folder"])
+def test_what_has_no_main_module_is_a_wrong_argument(check: Any, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """An exit status of 1 would say that a hazard was found."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    done = check(options=options, file=Path("package"))
+    assert done.returncode == 2 and re.fullmatch(
+        r"streamalloc check: .*__main__.*\n", done.stderr.removeprefix("python -m ")
+    )
+
+
 def test_kept_memory_is_listed_and_the_exit_status_is_the_program_s(check: Any, on_cuda: bool, tmp_path: Path) -> None:
     keeps = tmp_path / "keeps.py"
     keeps.write_text(_PROGRAM.replace("cu.cuMemFreeAsync(memory, first)", ""))
