@@ -67,8 +67,8 @@ class LeaseUse(Deferred):
         self.words: ImporterWords = block.importer_words(slot, block.importer)
         self.generation: int = generation
         """Generation of the slot in the descriptor. The slot has another one once the memory was freed."""
-        self.counted: bool = False
-        """Whether ``opened`` counts this use."""
+        self.number: int | None = None
+        """Value to which this use has counted up ``opened``; None while ``opened`` does not count this use."""
         self._block = block
         self._work: Fence | None = None
 
@@ -83,12 +83,12 @@ class LeaseUse(Deferred):
         with self.imports.lock:
             before = words.opened.value
             try:
-                words.opened.value = (before + 1) % WORD
+                words.opened.value = number = (before + 1) % WORD
                 fence()
                 self.refuse_freed()
-                self.counted = True
+                self.number = number
             except BaseException:
-                words.opened.value, self.counted = before, False
+                words.opened.value, self.number = before, None
                 raise
 
     def refuse_freed(self) -> None:
@@ -102,8 +102,8 @@ class LeaseUse(Deferred):
         ``closed`` is not written, because streams may still write it for earlier uses.
         """
         with self.imports.lock:
-            if self.counted:
-                self.counted = False
+            if self.number is not None:
+                self.number = None
                 self.words.opened.value = (self.words.opened.value - 1) % WORD
 
     def end(self, stream: Stream, handle: Any) -> None:
@@ -111,17 +111,18 @@ class LeaseUse(Deferred):
         (``cuStreamWriteValue32``), then the host writes ``closing``. Idempotent. Raises CudaError; the call can then be
         repeated. The caller holds :attr:`Imports.lock`.
         """
-        words = self.words
-        if self.counted:
+        words, number = self.words, self.number
+        # If the driver has refused a call of an earlier attempt, a later import may be open. ``opened`` is then higher,
+        # and the end of that import writes the words.
+        if number is not None and words.opened.value == number:
             closed, closing = words.closed.value, words.closing.value
             if closed != closing and not reached(closed, closing):
                 # Another stream will still write the end of an earlier use. This stream waits for that write, because
                 # the word may only rise.
                 self._block.wait(stream, words.closed, closing)
-            number = words.opened.value
             self._block.write_by(stream, handle, words.closed, number)
             words.closing.value = number
-            self.counted = False
+        self.number = None
 
     def attempt(self) -> bool:
         self._work = self._work or Fence(self.imports.session)

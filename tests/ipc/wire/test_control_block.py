@@ -15,6 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
+from streamalloc.driver.internal import cuda
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, ControlBlock, ImporterWords, ReadyWord
 from streamalloc.testing import Gate
@@ -123,6 +124,30 @@ def test_stale_while_the_owner_frees(pool: sa.MemoryPool, stream: sa.Stream, mon
         words.opened.value -= 1
         assert not stream.query()
         gate.open()
+        assert executed(stream)
+
+
+def test_a_refused_close_is_repeated_while_the_memory_is_open_again(pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    """The free waits for the later object."""
+    simulated: Any = sd.simulated()
+    refused: list[Any] = []
+    machine: Any = Replaced(
+        simulated, cuStreamQuery=lambda raw: (refused.pop(),) if refused else simulated.cuStreamQuery(raw)
+    )
+    buffer = pool.allocate(MiB, stream)
+    shared = ipc.share(buffer)
+    with sa.Device(0, driver=machine).create_stream() as theirs:
+        first = ipc.open(bytes(shared), again(shared.fds), stream=theirs)
+        refused.append(cuda.CUresult.CUDA_ERROR_UNKNOWN)
+        with pytest.raises(sa.CudaError, match="cuStreamQuery"):
+            first.close()
+        second = ipc.open(bytes(shared), again(shared.fds), stream=theirs)
+        first.close()
+        with pytest.raises(sa.StillImportedError):
+            buffer.free(still_imported="raise")
+        second.close()
+        assert executed(theirs)
+        buffer.free(still_imported="raise")
         assert executed(stream)
 
 
