@@ -123,6 +123,8 @@ def simulated(
     ValueError
         There is no such profile, or a field of the profile is missing, unknown or out of range. Or ``devices`` or
         ``memory`` is below 1, ``multicast_slots`` or ``patience`` is negative, or ``kernels`` is another text.
+    TypeError
+        ``devices``, ``memory`` or ``multicast_slots`` is no integer.
     """
     spec = (devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host)
     made: Driver = _made_by("simulated")(*spec)

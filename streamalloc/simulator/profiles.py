@@ -427,6 +427,10 @@ class MachineSpec:
     profile: Profile = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("devices", "memory", "multicast_slots"):
+            value = getattr(self, name)
+            if value is not None and not hasattr(value, "__index__"):
+                raise TypeError(f"{name} must be an integer, not {type(value).__name__} ({value!r})")
         if self.devices < 1:
             raise ValueError(f"devices must be at least 1, got {self.devices}")
         if self.kernels not in ("refuse", "ignore"):

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import (
     Device,
     Event,
@@ -96,8 +97,7 @@ def wait_for_users(after: After, session: Session, access: Iterable[dict[MemLoca
 
 def wait(after: After, session: Session, devices: Iterable[int]) -> None:
     """Block the host until the work of ``after`` is done. None means all work of the devices with the ordinals
-    ``devices``; deferred releases are then attempted, too. Raises the errors of :func:`ends_of`, ClosedError for a
-    closed event, and CudaError.
+    ``devices``; deferred releases are then attempted, too. Raises the errors of :func:`ends_of`, and CudaError.
     """
     if after is None:
         for ordinal in sorted(devices):
@@ -111,8 +111,8 @@ def wait(after: After, session: Session, devices: Iterable[int]) -> None:
 
 def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
     """Yield the events and streams that the argument ``after`` names, after a check of each. Raises TypeError for other
-    objects, ValueError for events and streams of another driver, ClosedError for a closed stream, and CaptureError for
-    a stream that is being captured.
+    objects, ValueError for events and streams of another driver, ClosedError for closed ones, and CaptureError for a
+    stream that is being captured.
     """
     for one in each_of(after):
         if not isinstance(one, Event):
@@ -120,6 +120,8 @@ def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
             one.refuse_capture("cuStreamSynchronize", "after: name events or streams outside of the capture")
         elif session_of(one) is not session:
             raise ValueError(f"after: {one!r} belongs to another driver")
+        elif one.closed:
+            raise ClosedError(f"after: {one!r} was closed")
         yield one
 
 

@@ -65,6 +65,13 @@ def test_impossible_machines_are_refused(wrong: dict[str, Any]) -> None:
         simulated(**wrong)
 
 
+@pytest.mark.parametrize("name", ["devices", "memory", "multicast_slots"])
+def test_numbers_are_integers(name: str) -> None:
+    given: Any = {name: "1GiB"}
+    with pytest.raises(TypeError, match=f"{name} must be an integer, not str"):
+        simulated(**given)
+
+
 def test_handles_of_another_machine_are_refused() -> None:
     one, other = new_rig(), new_rig()
     stream, pool = one.stream(), one.pool(KEEP)

@@ -194,6 +194,10 @@ class TestShrink:
         for wrong in ("stream", 3, [None]):
             with pytest.raises(TypeError, match="after must be an Event, a Stream"):
                 buffer.resize(nbytes, after=wrong)  # type: ignore[arg-type]
+        closed = buffer.stream.record()
+        closed.close()
+        with pytest.raises(sa.ClosedError, match="after: <Event closed"):
+            buffer.resize(nbytes, after=[closed])
         assert buffer.nbytes == before
 
     def test_in_a_capture(self, buffer: vmm.GrowableBuffer, stream: sa.Stream) -> None:
