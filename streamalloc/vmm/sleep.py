@@ -55,7 +55,7 @@ from streamalloc.core.session import members, session_of
 from streamalloc.formats.html import Row, Shown, mib, table
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import known_pools
-from streamalloc.vmm.access import After, copying_stream, listed
+from streamalloc.vmm.access import After, copying_stream, wait_for_users
 from streamalloc.vmm.claims import Claimable, claim_also, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.ownership import allocations_of
@@ -591,10 +591,10 @@ class _Backups(_Members):
         awake = {buffer: tag for buffer, tag in going.items() if not buffer.evicted}
         for buffer in going.keys() - awake.keys():
             self._backup_of(buffer)
-        waits = listed(after)
         steps = BackupSteps(awake, ordered, lambda tags: _by_tag(tags, ordered, tier_of(self.backup).hold))
         run_steps(
-            *((functools.partial(buffer._make_read_only, waits), buffer._thaw) for buffer in awake),
+            (functools.partial(wait_for_users, after, self._session, [one.rights for one in awake]), do_nothing),
+            *((buffer._make_read_only, buffer._thaw) for buffer in awake),
             (steps.reserve, steps.drop_backups),
             (steps.copy, do_nothing),
             (ordered.synchronize, do_nothing),

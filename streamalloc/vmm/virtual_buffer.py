@@ -264,27 +264,6 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         run_steps((steps.reserve, steps.drop_backups), (steps.copy, do_nothing), (steps.unmap, steps.map_again))
         steps.release()
 
-    def _evictable(self, *, shared: bool) -> list[MappedBytes]:
-        """Return all mappings of the buffer, each with an open handle of its memory. Raises InUseError if the memory
-        has other users, so that it would not be freed; with ``shared``, other processes do not count.
-        """
-        self._release_from(self._mapped)
-        entries = list(self.range._node.table())
-        allocations_of(self._session).work()
-        for memory in (entry.memory for entry in entries if not entry.alone):
-            if memory.exported and not shared:
-                why = "importers would keep it, and the old bytes; shared=True says that all of them have closed it"
-                raise InUseError(f"{memory!r} was exported: {why}")
-            if memory.mapping_count > 1:
-                raise InUseError(f"{memory!r} is mapped in {memory.mapping_count} places: unmap the others")
-            if memory._state.bindings:
-                raise InUseError(f"{memory!r} is bound to a multicast object, which would keep it: unbind it")
-            if len(memory._state.handles) > 1:
-                raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
-        for entry in entries:
-            entry.retain()
-        return entries
-
     def _unmap(self, entries: Sequence[MappedBytes], backup: Backup | None) -> None:
         """Unmap ``entries``, which are all mappings of the buffer, and keep their handles open (``cuMemUnmap``). The
         buffer is then evicted, with the backup ``backup``; a frozen buffer keeps its own. Raises CudaError.
@@ -336,11 +315,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         if self.eviction is None:
             raise EvictedError(f"{self!r} is not evicted")
         steps = RestoreSteps((self,), copying_stream(stream, self))
-        run_steps(
-            (steps.map, steps.unmap),
-            (steps.protect, do_nothing),
-            (steps.set_awake, steps.set_asleep),
-        )
+        run_steps((steps.map, steps.unmap), (steps.protect, do_nothing), (steps.set_awake, steps.set_asleep))
         steps.drop_backups()
 
     def _load(self, backup: Backup, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
@@ -457,12 +432,9 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         if previous is not None:
             previous.drop()
 
-    def _make_read_only(self, after: After) -> None:
-        """Make the memory read-only (``cuMemSetAccess``), after the host has waited for ``after``. :meth:`_thaw` undoes
-        it. Raises CudaError.
-        """
-        node = self.range._node
-        node.set_rights(list(node.table()), read_only(self._rights), after)
+    def _make_read_only(self) -> None:
+        """Make the memory read-only (``cuMemSetAccess``). :meth:`_thaw` undoes it. Raises CudaError."""
+        self.range._node.set_rights(list(self.range._node.table()), read_only(self._rights), ())
 
     def _thaw(self) -> None:
         """Make the buffer writable (``cuMemSetAccess``). :meth:`_freeze_again` undoes it. Raises CudaError."""
@@ -471,7 +443,7 @@ class VirtualBuffer(OwnsRange, Drawn, Claimable):
         self.range._node.grant(list(self.range._node.table()), self._rights)
 
     def _freeze_again(self) -> None:
-        self._make_read_only(())
+        self._make_read_only()
         self._frozen = True
 
     def _check_thawed(self) -> None:
@@ -618,9 +590,30 @@ class EvictSteps(BackupSteps):
         unmapped. No undo is needed. Errors as for :meth:`VirtualBuffer.evict`.
         """
         self._tags = {buffer: tag for buffer, tag in tags.items() if not buffer.frozen}
-        self.entries = {buffer: buffer._evictable(shared=self._shared) for buffer in tags if not buffer.evicted}
+        self.entries = {buffer: self._evictable(buffer) for buffer in tags if not buffer.evicted}
         rights = (entry.rights for several in self.entries.values() for entry in several)
         wait_for_users(self._after, session_of(self.stream), rights)
+
+    def _evictable(self, buffer: VirtualBuffer) -> list[MappedBytes]:
+        """Return all mappings of a buffer, each with an open handle of its memory. Raises InUseError if the memory has
+        other users, so that it would not be freed; if the memory is shared, other processes do not count.
+        """
+        buffer._release_from(buffer._mapped)
+        entries = list(buffer.range._node.table())
+        allocations_of(session_of(buffer)).work()
+        for memory in (entry.memory for entry in entries if not entry.alone):
+            if memory.exported and not self._shared:
+                why = "importers would keep it, and the old bytes; shared=True says that all of them have closed it"
+                raise InUseError(f"{memory!r} was exported: {why}")
+            if memory.mapping_count > 1:
+                raise InUseError(f"{memory!r} is mapped in {memory.mapping_count} places: unmap the others")
+            if memory._state.bindings:
+                raise InUseError(f"{memory!r} is bound to a multicast object, which would keep it: unbind it")
+            if len(memory._state.handles) > 1:
+                raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
+        for entry in entries:
+            entry.retain()
+        return entries
 
     def unmap(self) -> None:
         """Unmap the memory of each buffer after its copy, while the copies of later buffers run. Raises CudaError."""
@@ -715,11 +708,10 @@ class RestoreSteps:
 
     def protect(self) -> None:
         """Make frozen buffers read-only, after the copies, which write to them. Raises CudaError."""
-        frozen = [buffer for buffer in self._made if buffer.frozen]
-        if frozen:
-            self._stream.synchronize()
-        for buffer in frozen:
-            buffer.range._node.grant(self._made[buffer], buffer.rights)
+        for buffer, entries in self._made.items():
+            if buffer.frozen:
+                self._stream.synchronize()
+                buffer.range._node.grant(entries, buffer.rights)
 
     def set_awake(self) -> None:
         """Let the restored buffers be used."""
