@@ -81,8 +81,11 @@ class Claim:
 
     def _other(self, things: Collection[Claimable]) -> Claim | None:
         """Return the :class:`Claim` of another call that claims one of ``things``; None if there is none."""
-        claims = (thing._claim for thing in things)
-        return next((other for other in claims if other is not None and self._is_before(other)), None)
+        for thing in things:
+            other = thing._claim
+            if other is not None and self._is_before(other):
+                return other
+        return None
 
     def _is_before(self, other: Claim) -> bool:
         """Return whether the call of ``other`` must end before this call can claim its objects. In a forked child,
