@@ -188,6 +188,7 @@ class TestOfTheOwnDevice:
             (EQUAL, 5, 5, True),
             (AND, 4, 12, True),
             (NOR, 0xFFFFFFF0, 3, True),
+            (NOR, 0xFFFFFFF0, 15, False),  # together they set all bits
             (AT_LEAST, 1, 0x7FFFFFFF, True),
             (AT_LEAST, 0, 0xFFFFFFFF, False),  # cyclic: 0 is one more
         ):
