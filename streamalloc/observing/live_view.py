@@ -18,7 +18,6 @@ from streamalloc.core.internal import Device, deferred_queue
 from streamalloc.core.properties import MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of, sessions
-from streamalloc.driver import ForkedProcessError
 from streamalloc.formats.html import gauge, mib, place, table
 from streamalloc.pool import MemoryPool, PoolStatistics
 from streamalloc.pool.internal import known_pools
@@ -59,7 +58,7 @@ def _figures(pool: MemoryPool) -> PoolFigures | None:
             reserved = read.reserved_mem_current, read.reserved_mem_high
             now = PoolStatistics(*reserved, read.used_mem_current, read.used_mem_high)
             return PoolFigures(_name(pool), now, _capacity(pool))
-    except (ClosedError, CudaError, ForkedProcessError):
+    except (ClosedError, CudaError):
         return None
 
 
