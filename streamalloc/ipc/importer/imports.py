@@ -112,13 +112,13 @@ class LeaseUse(Deferred):
         repeated. The caller holds :attr:`Imports.lock`.
         """
         words, number = self.words, self.number
-        # If the driver has refused a call of an earlier attempt, a later import may be open. ``opened`` is then higher,
-        # and the end of that import writes the words.
-        if number is not None and words.opened.value == number:
-            closed, closing = words.closed.value, words.closing.value
+        if number is None:
+            return
+        closed, closing = words.closed.value, words.closing.value
+        # After a refused call, a later use of the slot may end first. Its values are higher, and words may only rise.
+        if words.opened.value == number or not reached(closing, number):
             if closed != closing and not reached(closed, closing):
-                # Another stream will still write the end of an earlier use. This stream waits for that write, because
-                # the word may only rise.
+                # Another stream will still write the end of an earlier use, so this stream waits for that write.
                 self._block.wait(stream, words.closed, closing)
             self._block.write_by(stream, handle, words.closed, number)
             words.closing.value = number

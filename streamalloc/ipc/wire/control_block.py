@@ -23,7 +23,7 @@ Word            Written by                                         Read by
                 counted down after a refused open, and at the      ``generation``
                 close of a range, which no stream's work follows
 ``closed``      the importer's stream, after its work: the value   the exporter's host: if it is ``opened``, no work is
-                of ``opened`` at the close                         left; its stream, which waits for it before a free
+                that ``opened`` had at the open                    left; its stream, which waits for it before a free
 ``closing``     the importer's host, once the write of ``closed``  the exporter's host: if it is ``opened``, a stream
                 is queued: the same value                          can wait for ``closed``
 ``hold``        the exporter's host: the mark of a descriptor in   the exporter's host: if the value has changed, the
