@@ -84,8 +84,12 @@ class TestPeers:
         assert said(raw.cuCtxEnablePeerAccess(own, 0)) == "PEER_ACCESS_UNSUPPORTED"
 
     def test_enabled_access_is_to_the_peer_s_plain_memory(self, pair: Pair, pool: Any, plain: Any) -> None:
+        attributes = {"ACCESS_FLAGS": READWRITE, "MAPPED": 1, "DEVICE_POINTER": "INVALID_VALUE"}
+        assert pair.rig.pointer_attributes(plain, attributes) == attributes
         assert pair.fill(plain, 0) == "INVALID_VALUE"
         value(pair.raw.cuCtxEnablePeerAccess(pair.contexts[1], 0))
+        attributes["DEVICE_POINTER"] = int(plain)
+        assert pair.rig.pointer_attributes(plain, attributes) == attributes
         assert pair.fill(plain, 0) == "SUCCESS"
         pointer = pair.rig.allocate(pool, 64, pair.streams[0])
         pair.use(1)

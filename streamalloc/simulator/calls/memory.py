@@ -253,6 +253,10 @@ class MemoryCalls(VirtualMemoryCalls):
             not_modelled(allocation.mapping.is_multicast, f"{attribute.name} of a multicast object")
             if name in MAPPED_ATTRIBUTES:
                 return MAPPED_ATTRIBUTES[name](self, allocation.mapping, address)
+        current = self.current_or_none() if name == "DEVICE_POINTER" else None
+        plain = isinstance(allocation, allocations.DeviceMemory)
+        if current is not None and plain and not allocations.is_reachable(allocation, current):
+            return None  # ACCESS_FLAGS stays 3 without peer access (observed on H200: test_two_devices).
         return _POINTER_ATTRIBUTES[name](allocation, address)
 
     def cuPointerSetAttribute(self, value: Any, attribute: Any, ptr: DevicePointer) -> None:
