@@ -316,8 +316,9 @@ class PlainBuffer(Buffer):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device has access to the memory (``cuMemPoolGetAccess`` for memory of a pool, otherwise
-        ``CU_POINTER_ATTRIBUTE_ACCESS_FLAGS``).
+        """Whether the stream's device has access to the memory. True for managed memory and for memory on this device.
+        For other memory the driver is asked: ``cuMemPoolGetAccess`` for memory of a pool, otherwise
+        ``CU_POINTER_ATTRIBUTE_DEVICE_POINTER``. Raises ClosedError if such memory was freed.
         """
         device = self._stream.device
         if self.managed or self.location == device.location:
@@ -325,7 +326,8 @@ class PlainBuffer(Buffer):
         ask = Address(session_of(device), self.address)
         with device.current():
             pool = ask.value("MEMPOOL_HANDLE")
-            return has_access(ask.session, pool, device.location) if int(pool) else bool(ask.integer("ACCESS_FLAGS"))
+            # ACCESS_FLAGS would be 3 for memory of `cuMemAlloc` on another device also without peer access.
+            return has_access(ask.session, pool, device.location) if int(pool) else bool(ask.integer("DEVICE_POINTER"))
 
     def free(
         self, stream: StreamLike | None = None, still_imported: StillImported = "defer", timeout: float | None = None

@@ -357,6 +357,10 @@ class TestTwoDevices:
             assert seen.location == second.location and not seen.device_accessible
             seen.free()
             stream.synchronize()
+        with second.create_stream() as other, sa.PlainMemory(second).allocate(4096, other) as made:
+            seen = sa.Buffer.from_handle(made.address, 4096, owner=made, stream=stream)
+            assert seen.location == second.location and not seen.device_accessible
+            seen.free()
 
     def test_a_pool_that_two_can_use(self, device: sa.Device, second: sa.Device) -> None:
         """Some drivers do not tell which device has the memory: then it is said, and checked where it can be."""
