@@ -258,6 +258,9 @@ class Connection(Closes):
             except PeerGoneError:
                 self.close()
                 raise StoreGoneError(f"the server of the store {self.name!r} has ended") from None
+            except TimeoutError as error:
+                self.close()
+                raise TimeoutError(f"the server of the store {self.name!r} did not answer: {error}") from None
             except BaseException:
                 # The connection is closed, because a late answer would otherwise be taken for the answer to the next
                 # request.

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, size_text, undoing
 from streamalloc.core.internal import CopySide, Deferred, Device, Fence, Memory, Stream, copy_bytes, deferred_queue
-from streamalloc.core.properties import checked_number, checked_size
+from streamalloc.core.properties import checked_size, checked_type
 from streamalloc.core.session import PerDriver, Session, members, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import (
@@ -385,13 +385,15 @@ class HostTier(BlockTier):
         Raises
         ------
         TypeError, ValueError
-            ``nbytes`` is not a size, or ``most_cores`` is not a number.
+            ``nbytes`` is not a size, or ``most_cores`` is no number from 1 on.
         OutOfMemoryError, CudaError
             There is not enough host memory, the tier's limit would be exceeded, or the driver refused a call.
         ClosedError
             The tier was closed, also by another thread during the call.
         """
-        count, threads = blocks_of(checked_size("nbytes", nbytes)), checked_number("most_cores", most_cores or cores())
+        count, threads = blocks_of(checked_size("nbytes", nbytes)), cores() if most_cores is None else most_cores
+        if checked_type("most_cores", threads, int) < 1:
+            raise ValueError(f"most_cores={threads}: at least one is needed")
         future: Future[int] = Future()
         # The threads stop when nothing refers to the tier, so the future keeps the tier alive.
         future.add_done_callback(lambda _: self)

@@ -64,6 +64,14 @@ def test_a_refusal_before_the_first_request_is_read(asked_first: bool, tmp_path:
             connection.ask("list")
 
 
+def test_a_server_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamalloc.ipc.store.protocol._SECONDS", 0.02)
+    with ipc.Channel.listen(tmp_path / "mute.store"), Connection(tmp_path / "mute.store") as connection:
+        with pytest.raises(TimeoutError, match="the server of the store 'mute' did not answer: no message"):
+            connection.ask("status")
+        assert connection.closed
+
+
 @pytest.mark.usefixtures("still_serves")
 class TestRequests:
     @pytest.mark.parametrize(

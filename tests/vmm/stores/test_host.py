@@ -218,6 +218,16 @@ class TestPrepare:
             group.wake()
             assert shows(buffer, 1)
 
+    @pytest.mark.parametrize(
+        ("wrong", "error"), [(0, ValueError), (-1, ValueError), ("2", TypeError), (1.5, TypeError)]
+    )
+    def test_cores_that_are_none(self, device: sa.Device, wrong: Any, error: Any) -> None:
+        with vmm.HostTier(device) as tier:
+            for background in (True, False):
+                with pytest.raises(error, match="most_cores"):
+                    tier.prepare(MiB, background=background, most_cores=wrong)
+            assert tier.reserved == 0
+
     @pytest.mark.slow
     def test_a_sleep_meanwhile(self, device: sa.Device) -> None:
         with vmm.SleepGroup(device) as group, group.allocate(300 * MiB) as buffer:
