@@ -14,7 +14,7 @@ import streamalloc.driver as sd
 from streamalloc.driver.account import HandleCounts
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
 from streamalloc.driver.protocol import FUNCTIONS
-from tests.support import MiB, holds, in_threads, names
+from tests.support import MiB, each_raises, holds, in_threads, names
 
 Python = Callable[..., CompletedProcess[str]]
 
@@ -234,20 +234,13 @@ class TestSideBySide:
             a.fill(1)
             b.fill(2)
             assert holds(a, 1) and holds(b, 2)
-            with pytest.raises(ValueError, match="another driver"):
-                pool.allocate(64, theirs)
-            with pytest.raises(ValueError, match="another driver"):
-                a.free(theirs)
-            with pytest.raises(ValueError, match="another driver"):
-                a.copy_to(b)
-            with pytest.raises(ValueError, match="another driver"):
-                a.fill(1, theirs)
-            with pytest.raises(ValueError, match="another driver"):
-                ours.wait(theirs.record())
-            with pytest.raises(ValueError, match="another driver"):
-                pool.access(simulated)
-            with pytest.raises(ValueError, match="another driver"):
-                device.can_access(simulated)
+            each_raises(ValueError, lambda: pool.allocate(64, theirs), match="another driver")
+            each_raises(ValueError, lambda: a.free(theirs), match="another driver")
+            each_raises(ValueError, lambda: a.copy_to(b), match="another driver")
+            each_raises(ValueError, lambda: a.fill(1, theirs), match="another driver")
+            each_raises(ValueError, lambda: ours.wait(theirs.record()), match="another driver")
+            each_raises(ValueError, lambda: pool.access(simulated), match="another driver")
+            each_raises(ValueError, lambda: device.can_access(simulated), match="another driver")
             assert not a.freed
             a.free()
             b.free()

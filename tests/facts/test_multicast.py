@@ -154,9 +154,11 @@ class TestMapping:
         assert said(rig.raw.cuMemUnmap(address, team.size)) == "SUCCESS"
         assert rig.free_range(address, team.size) == "SUCCESS"
 
-    def test_a_mapping_goes_on_without_the_handle(self, rig: Rig) -> None:
+    @pytest.mark.parametrize("of", ["the object", "the memory"])
+    def test_a_mapping_goes_on_without_the_handles(self, rig: Rig, of: str) -> None:
         team, address = whole(rig)
-        assert rig.release(team.object) == "SUCCESS"
+        for handle in [team.object] if of == "the object" else team.memory:
+            assert rig.release(handle) == "SUCCESS"
         value(rig.raw.cuMemsetD8(address, 6, team.size))
         assert team.read() == [[6] * 4] * 2
 
@@ -217,13 +219,6 @@ class TestWrites:
         value(rig.raw.cuMemsetD8(address + PAGE - 1, 3, 2))
         assert rig.read(first, 2) + rig.read(first + PAGE - 1, 2) + rig.read(first + 2 * PAGE - 1, 1) == [3, 2, 2, 1, 3]
         assert rig.read(second, 1) + rig.read(second + PAGE - 1, 2) + rig.read(second + 2 * PAGE - 1, 1) == [1, 3, 3, 2]
-
-    def test_reach_memory_whose_handle_was_released(self, rig: Rig) -> None:
-        team, address = whole(rig)
-        for memory in team.memory:
-            assert rig.release(memory) == "SUCCESS"
-        value(rig.raw.cuMemsetD8(address, 5, PAGE))
-        assert team.read() == [[5] * 4] * 2
 
     def test_reach_memory_that_was_bound_by_its_address(self, rig: Rig) -> None:
         team = Team(rig).add_all()

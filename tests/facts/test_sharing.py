@@ -95,6 +95,15 @@ def owner_of_a_pool(process: Peer, size: int = MiB) -> tuple[int, bytes]:
     return fd, process.value("cuMemPoolExportPointer", Kept("memory"))
 
 
+def is_the_same(peer: Peer, there: int, rig: Rig, here: int, size: int, byte: int) -> None:
+    """Each process sees what the other one writes."""
+    for offset in (0, size - 4):
+        assert peer.rig("read", there + offset, 4) == [byte] * 4
+    assert peer.said("cuMemsetD8", there, 5, size) == "SUCCESS"
+    peer.rig("synchronize")
+    assert rig.read(here, 4) == [5] * 4
+
+
 # Of a pool of these properties, or of the default pool.
 EXPORTS: dict[str, tuple[str, dict[str, Any] | None, int, int]] = {
     "flags": ("INVALID_VALUE", {"handle_types": POSIX_FD}, POSIX_FD, 1),
@@ -211,12 +220,7 @@ class TestExportOfAPointer:
 class TestImportOfAPointer:
     def test_is_the_same_memory(self, importer: Peer, rig: Rig, shared: SharedPool) -> None:
         address = shared.allocate(4 * MiB)
-        there = imported(importer, shared.data(address))
-        for offset in (0, 4 * MiB - 4):
-            assert importer.rig("read", there + offset, 4) == [7] * 4
-        assert importer.said("cuMemsetD8", Kept("pointer"), 5, 4 * MiB) == "SUCCESS"
-        importer.rig("synchronize")
-        assert rig.read(address, 4) == [5] * 4
+        is_the_same(importer, imported(importer, shared.data(address)), rig, address, 4 * MiB, 7)
 
     def test_lies_as_in_the_pool(self, importer: Peer, shared: SharedPool) -> None:
         first, second = shared.allocate(4 * MiB), shared.allocate(1000)
@@ -323,11 +327,7 @@ class TestPhysicalMemory:
 
     def test_is_the_same_memory(self, peer: Peer, rig: Rig, fd: int) -> None:
         self.import_memory(peer, fd)
-        there = self.map(peer)
-        assert peer.rig("read", there, 4) == [9] * 4
-        assert peer.said("cuMemsetD8", there, 5, PAGE) == "SUCCESS"
-        peer.rig("synchronize")
-        assert rig.read(self.here, 4) == [5] * 4
+        is_the_same(peer, self.map(peer), rig, self.here, PAGE, 9)
 
     def test_outlives_what_its_owner_has_of_it(self, peer: Peer, rig: Rig, fd: int) -> None:
         self.import_memory(peer, fd)
@@ -372,12 +372,7 @@ class TestPlainMemory:
 
     def test_is_the_same_memory(self, peer: Peer, rig: Rig) -> None:
         address = self.memory(rig)
-        there = self.opened(peer, self.handle(rig, address))
-        for offset in (0, 4 * MiB - 4):
-            assert peer.rig("read", there + offset, 4) == [9] * 4
-        assert peer.said("cuMemsetD8", there, 5, 4 * MiB) == "SUCCESS"
-        peer.rig("synchronize")
-        assert rig.read(address, 4) == [5] * 4
+        is_the_same(peer, self.opened(peer, self.handle(rig, address)), rig, address, 4 * MiB, 9)
 
     def test_opening_is_counted(self, peer: Peer, rig: Rig) -> None:
         data = self.handle(rig, self.memory(rig))

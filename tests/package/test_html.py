@@ -134,7 +134,7 @@ def test_says_what_it_is(device: sa.Device, peer: sa.Device, kind: str) -> None:
 
 
 def test_hazards(machine: Any) -> None:
-    """Each is folded under its kind, its size and its place."""
+    """Each is folded under its kind, its size and its place, and shows these by itself."""
     driver = sd.checked(machine)
     device = sa.Device(0, driver=driver)
     assert isinstance(driver.hazards, Hazards) and driver.hazards._repr_html_() == "no hazards"
@@ -148,6 +148,8 @@ def test_hazards(machine: Any) -> None:
     (found,) = driver.hazards
     text = shown(driver.hazards)
     assert found.kind in text and "3.0 MiB, at test_html.py" in text and "buffer.fill(2, two)" in text
+    text = shown(found)
+    assert f"{found.kind} , 3.0 MiB" in text and "buffer.fill(2, two)" in text and "remedy" in text
 
 
 @pytest.mark.gpus(2)
@@ -198,16 +200,3 @@ def test_text_is_escaped() -> None:
     assert "&lt;script&gt;" in Rude()._repr_html_() and "<script>" not in Rude()._repr_html_()
     made = table(["<i>"], [[Html("<u>x</u>"), "<u>"]])
     assert [word in made for word in ("&lt;i&gt;", "<u>x</u>", "&lt;u&gt;")] == [True] * 3 and "<i>" not in made
-
-
-def test_of_a_hazard(machine: Any) -> None:
-    checked = sd.checked(machine)
-    device = sa.Device(0, driver=checked)
-    with sa.MemoryPool(device) as pool, device.create_stream() as one, device.create_stream() as two:
-        buffer = pool.allocate(3 * MiB, one)
-        buffer.fill(1, two)
-        one.synchronize()
-        two.synchronize()
-        buffer.free()
-    text = shown(checked.hazards[0])
-    assert "use before allocation , 3.0 MiB" in text and "buffer.fill(1, two)" in text and "remedy" in text

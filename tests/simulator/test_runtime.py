@@ -12,7 +12,7 @@ from streamalloc.driver.bindings import cuda, runtime, signature
 from streamalloc.simulator.driver import SimulatedDriver
 from streamalloc.simulator.internal import Runtime
 from streamalloc.simulator.runtime import OTHER_LAYOUT, OWN, driver_call, properties
-from tests.support import in_a_thread
+from tests.support import each_raises, in_a_thread
 
 pytestmark = pytest.mark.simulated_only("the runtime over the simulated driver")
 
@@ -261,8 +261,7 @@ def test_structs_enumerations_and_handles(rt: Any) -> None:
     ok(rt.cudaMemsetAsync(memory, 1, 64, stream))
     ok(rt.cudaFreeAsync(memory, stream))
     assert rt.cudaMemPoolCreate(poolProps=None) == (Error.cudaErrorInvalidValue, None)
-    with pytest.raises(TypeError, match=r"cudaMemPoolProps, got int"):
-        rt.cudaMemPoolCreate(5)
+    each_raises(TypeError, lambda: rt.cudaMemPoolCreate(5), match=r"cudaMemPoolProps, got int")
     with pytest.raises(TypeError, match=r"multiple values|unexpected keyword"):
         rt.cudaMemPoolGetAttribute(pool, attr=threshold, more=1)
 
@@ -357,7 +356,6 @@ def test_arrays(rt: Any) -> None:
 
 
 def test_what_is_not_modelled_says_so(rt: Any) -> None:
-    with pytest.raises(NotImplementedError, match="cudaChooseDevice"):
-        rt.cudaChooseDevice(cudart.cudaDeviceProp())
+    each_raises(NotImplementedError, lambda: rt.cudaChooseDevice(cudart.cudaDeviceProp()), match="cudaChooseDevice")
     with pytest.raises(NotImplementedError, match="cuGraphDebugDotPrint"):
         rt.cudaGraphDebugDotPrint(ok(rt.cudaGraphCreate(0)), b"", 0)

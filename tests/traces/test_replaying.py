@@ -17,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc import traces, vmm
 from streamalloc.traces import ALLOCATORS, Event, Trace
 from streamalloc.traces.replaying import Replay, Subject
-from tests.support import MiB
+from tests.support import MiB, each_raises
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.trace.gz"))
 """Programs of PyTorch on an H200, as its memory history recorded them."""
@@ -233,12 +233,10 @@ class TestOurs:
         assert (found.microseconds_per_event >= 0, found.reserved_over_used) == (True, 0)
 
     def test_bad_arguments(self, device: sa.Device) -> None:
-        with pytest.raises(ValueError, match="rounds=0: at least one"):
-            traces.replay(FOUR, "pool", device, rounds=0)
+        each_raises(ValueError, lambda: traces.replay(FOUR, "pool", device, rounds=0), match="rounds=0: at least one")
         with pytest.raises(TypeError, match="trace must be a Trace, not str"):
             traces.replay("serving", "pool", device)  # type: ignore[arg-type]
-        with pytest.raises(KeyError, match=r"abacus.*there are raw, pool"):
-            traces.replay(FOUR, "abacus", device)
+        each_raises(KeyError, lambda: traces.replay(FOUR, "abacus", device), match=r"abacus.*there are raw, pool")
 
 
 # --- other libraries, by stand-ins with the names that are used of them ---------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, Replaced, holds, names, pattern, read
+from tests.support import Account, Replaced, each_raises, holds, names, pattern, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each, same, write
 
 Grow = Callable[..., vmm.GrowableBuffer]
@@ -316,8 +316,7 @@ class TestOneDevice:
         for what, error in (([], TypeError), ([0], TypeError), ([device, None], TypeError), ([device] * 2, ValueError)):
             with pytest.raises(error, match="device"):
                 vmm.stripe(what, PAGE)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="devices must be"):
-            vmm.stripe(device, PAGE)  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: vmm.stripe(device, PAGE), match="devices must be")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="another driver"):
             vmm.stripe([device, sa.Device(0, driver=sd.traced(machine))], PAGE)
 

@@ -218,10 +218,8 @@ class TestArguments:
     def test_others(self, pool: sa.MemoryPool, stream: sa.Stream, ring: RingProducer) -> None:
         each_raises(TypeError, lambda: Ring.producer(stream, SIZE, stream=stream), match="pool")  # type: ignore[arg-type]
         each_raises(TypeError, lambda: Ring.producer(pool, SIZE, stream=None), match="stream")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="channel"):
-            ring.add(5)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="channel"):
-            Ring.consumer(5)  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: ring.add(5), match="channel")  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: Ring.consumer(5), match="channel")  # type: ignore[arg-type]
         each_raises(TypeError, Ring, match="ends")
         assert pool.statistics().used == 4 * SIZE
 

@@ -10,6 +10,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import multicast, vmm
 from tests.multicast.support import PAGE, SHAREABLE, TEAM, Team, added
+from tests.support import each_raises
 
 pytestmark = [pytest.mark.gpus(TEAM), pytest.mark.multicast]
 MULTICAST = (
@@ -81,8 +82,7 @@ class TestMaking:
 
     def test_export(self, devices: list[sa.Device], traced: Any) -> None:
         with multicast.MulticastObject(PAGE, 2, driver=traced) as made:
-            with pytest.raises(ValueError, match="make it with handle_types"):
-                made.export()
+            each_raises(ValueError, made.export, match="make it with handle_types")
             with pytest.raises(ValueError, match="allowed are POSIX_FILE_DESCRIPTOR and FABRIC"):
                 made.export(sa.MemHandleType.WIN32)
 

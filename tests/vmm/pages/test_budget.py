@@ -130,12 +130,9 @@ class TestOne:
             vmm.PageBudget(path)
         with vmm.PageBudget(path, PAGE) as budget:
             assert vmm.PageBudget(path).limit == PAGE
-            with pytest.raises(ValueError, match="has 2 MiB"):
-                vmm.PageBudget(path, 2 * PAGE)
-            with pytest.raises(TypeError, match="budget must be"):
-                vmm.PageArena(device, budget=path)  # type: ignore[arg-type]
-            with pytest.raises(TypeError, match="on_ask must be callable, not int"):
-                vmm.PageBudget(path, on_ask=3)  # type: ignore[arg-type]
+            each_raises(ValueError, lambda: vmm.PageBudget(path, 2 * PAGE), match="has 2 MiB")
+            each_raises(TypeError, lambda: vmm.PageArena(device, budget=path), match="budget must be")  # type: ignore[arg-type]
+            each_raises(TypeError, lambda: vmm.PageBudget(path, on_ask=3), match="on_ask must be callable, not int")  # type: ignore[arg-type]
             os.truncate(path, 100)
             with pytest.raises(ValueError, match="was truncated"):
                 budget.wait(1)

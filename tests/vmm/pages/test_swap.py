@@ -177,10 +177,8 @@ def test_blocks_outside_of_memory(stream: sa.Stream, tier: AnyTier, blocks: Any)
             lambda: tier.load(stored, buffer, blocks, stream),
             match="block ",
         )
-        with pytest.raises(ValueError, match="nbytes=0"):
-            tier.save(buffer, 0, 0, stream)
-        with pytest.raises(TypeError, match="indices"):
-            tier.save(buffer, [0.5], 4096, stream)  # type: ignore[list-item]
+        each_raises(ValueError, lambda: tier.save(buffer, 0, 0, stream), match="nbytes=0")
+        each_raises(TypeError, lambda: tier.save(buffer, [0.5], 4096, stream), match="indices")  # type: ignore[list-item]
         stored.drop()
         foreign = vmm.GrowableBuffer(sa.Device(0, driver=sd.simulated()), PAGE, PAGE)
         with foreign, pytest.raises(ValueError, match="another driver"):

@@ -148,10 +148,8 @@ class TestBytes:
             vmm.HostTier(stream.device, limit=32 * 4096) as tier,
         ):
             filled(buffer, 1)
-            with pytest.raises(ValueError, match="nbytes=0"):
-                tier.reserve(1, 0)
-            with pytest.raises(ValueError, match="count=-2"):
-                tier.reserve(-2, 4096)
+            each_raises(ValueError, lambda: tier.reserve(1, 0), match="nbytes=0")
+            each_raises(ValueError, lambda: tier.reserve(-2, 4096), match="count=-2")
             tier.reserve(32, 4096)
             stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
             stream.synchronize()
