@@ -1,9 +1,7 @@
 """One owner for each resource, descriptors too: no copies, and nothing released that others still use."""
 
-import copy
 import gc
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,10 +144,3 @@ def test_refuses_what_is_no_number(wrong: object) -> None:
 def test_refuses_what_is_not_open() -> None:
     each_raises(ValueError, lambda: Fd(-1), match="-1")
     each_raises(OSError, lambda: Fd(1 << 20), match="Bad file descriptor")
-
-
-def test_has_one_owner(number: int) -> None:
-    with Fd(number) as fd:
-        for how in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match="Fd"):
-                how(fd)

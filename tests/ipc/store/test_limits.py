@@ -1,6 +1,5 @@
 """Limits, eviction, devices, a full device, and groups that commit together."""
 
-import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -219,8 +218,3 @@ def test_arguments_of_other_types(serve: Serve) -> None:
     each_raises(TypeError, lambda: store.open("key", layout=5), match="layout")  # type: ignore[arg-type]
     with store.open("key") as found:
         assert found.names == ("all",)
-
-
-def test_a_writer_is_not_copied(serve: Serve) -> None:
-    with serve().write("key") as weights, pytest.raises(TypeError, match="cannot be copied"):
-        copy.copy(weights)
