@@ -309,6 +309,7 @@ THINGS: dict[str, Callable[..., Any]] = {
     "of_host_pool": of_host_pool,
     "of_shared_pool": _of_shared_pool,
     "opened": lambda b, buffer: b.shared.open(buffer),
+    "default_pool": lambda b: sa.MemoryPool.default(b.device),
     "of_current_pool": lambda b, stream: sa.allocate(SIZE, stream),
     "raw_of_pool": _raw_of_pool,
     "mapped": Mapped,
@@ -358,7 +359,7 @@ class Steps:
 
     def __init__(self, b: Bench, right: bool) -> None:
         self.b, self.right = b, right
-        self.named: dict[str, Any] = {"a": b.a, "b": b.b, "c": b.c, "device": b.device, "driver": b.driver}
+        self.named: dict[str, Any] = {name: getattr(b, name) for name in ("a", "b", "c", "device", "driver", "pool")}
         self.addresses: dict[str, int] = {}
         """Addresses of memory, which may be freed by now."""
 

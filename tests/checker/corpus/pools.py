@@ -6,7 +6,6 @@ import gc
 import streamalloc as sa
 from streamalloc.driver.bindings import cuda
 from tests.checker.corpus.bench import GONE, SIZE, Bench, hazard, programs
-from tests.support import KEEP
 
 programs(
     """
@@ -55,8 +54,19 @@ programs(
 access without a grant
     a_pool_is_taken_away_from_a_peer_that_works: p = peer; allow p 3; x = ready; s = stream_of p; write x a; a > s;
         write x s; + synchronize s; allow p 0; synchronize s
+    the_current_pool_is_another_one: p = peer; allow p 3; d = default_pool; make_current pool|d; x = of_current_pool a;
+        make_current d; synchronize a; s = stream_of p; write x s; synchronize s; synchronize device; free x
 """,
     gpus=2,
+)
+# The driver lets an allocation come after the free whose memory it gets: nobody has asked for that.
+programs(
+    """
+race
+    ordered_only_because_memory_was_reused: y = new c; synchronize c; x = new a; write y a; free x; finish_past_it a;
+        + a > b; z = new b; write y b
+""",
+    portable=False,
 )
 
 # -- pools: allocation ----------------------------------------------------------------------------------------
@@ -84,35 +94,6 @@ def handed_to_another_library_by_dlpack(b: Bench, right: bool) -> None:
     del capsule
 
 
-# -- pools: memory that is used again -------------------------------------------------------------------------
-
-
-@hazard("race", portable=False)
-def ordered_only_because_memory_was_reused(b: Bench, right: bool) -> None:
-    """The driver lets an allocation come after the free whose memory it gets: nobody has asked for that."""
-    with sa.MemoryPool(b.device, release_threshold=KEEP) as pool:
-        shared = b.new(b.c)
-        b.c.synchronize()
-        x = pool.allocate(SIZE, b.a)
-        address = x.address
-        b.write(shared, b.a)
-        x.free()
-        _let_it_finish(b)
-        if right:
-            b.b.wait(b.a)
-        y = pool.allocate(SIZE, b.b)
-        assert y.address == address
-        b.write(shared, b.b)
-        b.done(shared, y)
-
-
-def _let_it_finish(b: Bench) -> None:
-    """Wait until stream a has nothing left to do, in a way that the checker does not see."""
-    wrapped = b.driver.wrapped
-    while wrapped.cuStreamQuery(cuda.CUstream(b.a.handle))[0]:
-        pass
-
-
 # -- ends of blocks and streams --------------------------------------------------------------------------------
 
 
@@ -134,21 +115,6 @@ def dropped_while_another_stream_works(b: Bench, right: bool) -> None:
     del x
     gc.collect()
     b.device.synchronize()
-
-
-@hazard("access without a grant", gpus=2)
-def the_current_pool_is_another_one(b: Bench, right: bool) -> None:
-    peer = sa.Device(1, driver=b.driver)
-    default = sa.MemoryPool.default(b.device)
-    b.pool.set_access(peer, sa.MemAccess.READWRITE)
-    (b.pool if right else default).make_current()
-    x = sa.allocate(SIZE, b.a)
-    default.make_current()
-    b.a.synchronize()
-    with peer.create_stream() as stream:
-        x.used(stream)
-        stream.synchronize()
-    b.done(x)
 
 
 @hazard("access without a grant", gpus=2, simulated="its access would stay for other tests")
