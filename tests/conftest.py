@@ -344,6 +344,13 @@ def stream(device: sa.Device) -> Iterator[sa.Stream]:
 
 
 @pytest.fixture
+def other(device: sa.Device) -> Iterator[sa.Stream]:
+    """Another non-blocking stream of device 0."""
+    with device.create_stream() as stream:
+        yield stream
+
+
+@pytest.fixture
 def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
     """Pool of device 0 that keeps all memory that it reserves."""
     with sa.MemoryPool(device, release_threshold=KEEP) as pool:

@@ -307,16 +307,11 @@ class TestHostPool:
 
 
 class TestHostPoolWithAGrant:
-    @pytest.fixture
-    def pointer(self, rig: Rig) -> Any:
-        pool, stream = rig.pool(location=HOST), rig.stream()
+    def test_what_is_refused(self, rig: Rig) -> None:
+        raw, plain, stream, pool = rig.raw, rig.plain(4096), rig.stream(), rig.pool(location=HOST)
         assert rig.grant(pool, (DEVICE, 0, READWRITE)) == "SUCCESS"
-        pointer = rig.allocate(pool, 4096, stream)
-        value(rig.raw.cuStreamSynchronize(stream))
-        return pointer
-
-    def test_what_is_refused(self, rig: Rig, pointer: Any) -> None:
-        raw, plain, stream, address = rig.raw, rig.plain(4096), rig.stream(), int(pointer)
+        address = int(rig.allocate(pool, 4096, stream))
+        value(raw.cuStreamSynchronize(stream))
         ctypes.memset(address, 0, 4)
         answers = [raw.cuMemcpyDtoDAsync(plain, address, 64, stream)]
         answers.append(raw.cuMemcpyHtoDAsync(plain, address + 4000, 200, stream))  # past its end

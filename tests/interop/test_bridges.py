@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -32,12 +32,6 @@ from tests.processes import Partner, holds_there
 from tests.support import GROWTH, KEEP, MiB, captured, each_raises, holds, in_threads, later_memory_is_whole
 
 N = 2 * MiB
-
-
-@pytest.fixture
-def cache(pool: sa.MemoryPool) -> Iterator[sa.CachingAllocator]:
-    with sa.CachingAllocator(pool) as cache:
-        yield cache
 
 
 def used(pool: sa.MemoryPool) -> int:

@@ -21,11 +21,6 @@ def again(cache: sa.CachingAllocator, stream: sa.Stream) -> sa.Buffer:
     return buffer
 
 
-@pytest.fixture
-def buffer(cache: sa.CachingAllocator, stream: sa.Stream) -> sa.Buffer:
-    return again(cache, stream)
-
-
 def given_back(cache: sa.CachingAllocator) -> bool:
     """Whether all memory comes to be the pool's again: it is not cached either."""
     return eventually(lambda: cache.statistics()[2:6] == (0, cache.statistics().used_high, 0, 0))
@@ -51,7 +46,8 @@ def test_closed(cache: sa.CachingAllocator, stream: sa.Stream, partner: Partner,
         assert given_back(cache)
 
 
-def test_errors_and_repeats(cache: sa.CachingAllocator, buffer: sa.Buffer, partner: Partner) -> None:
+def test_errors_and_repeats(cache: sa.CachingAllocator, stream: sa.Stream, partner: Partner) -> None:
+    buffer = again(cache, stream)
     first, second = partner.give(buffer), partner.give(buffer[100:200])
     each_raises(sa.StillImportedError, lambda: buffer.free(still_imported="raise"))
     each_raises(sa.StillImportedError, lambda: buffer.free(still_imported="wait", timeout=0.01))

@@ -32,20 +32,14 @@ def _name(kind: Any) -> str:
     return str(kind.__qualname__)
 
 
-@pytest.fixture
-def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Errors of finalisers."""
-    told: list[Any] = []
-    monkeypatch.setattr("sys.unraisablehook", lambda what: told.append(what.exc_value))
-    return told
-
-
 def test_there_are_owners() -> None:
     assert {"Buffer", "Stream", "Event", "Graph", "AddressRange", "PhysicalMemory"} <= set(map(_name, OWNERS))
 
 
 @pytest.mark.parametrize("kind", OWNERS, ids=_name)
-def test_dropped_before_it_was_made(kind: Any, unraisable: list[Any]) -> None:
+def test_dropped_before_it_was_made(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda what: told.append(what.exc_value))
     half = kind.__new__(kind)
     del half
-    assert unraisable == []
+    assert told == []

@@ -16,15 +16,11 @@ from tests.processes import Partner, There
 from tests.support import makes_no_multicast_object
 
 
-@pytest.fixture
-def guarded() -> Any:
-    """The bindings' own function: what is wrong is found before a driver is looked for."""
-    # Under the guard of the session the function has its original beside it.
-    return makes_no_multicast_object(inspect.unwrap(cuda.cuMulticastCreate))
-
-
 @pytest.mark.parametrize("named", [False, True])
-def test_nothing_reaches_the_driver(guarded: Any, named: bool) -> None:
+def test_nothing_reaches_the_driver(named: bool) -> None:
+    """The function is the bindings' own: what is wrong is found before a driver is looked for."""
+    # Under the guard of the session the function has its original beside it.
+    guarded = makes_no_multicast_object(inspect.unwrap(cuda.cuMulticastCreate))
     for one in (None, cuda.CUmulticastObjectProp()):
         with pytest.raises(AssertionError, match="STREAMALLOC_TEST_MULTICAST=1"):
             guarded(prop=one) if named else guarded(one)

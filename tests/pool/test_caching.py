@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -17,12 +17,6 @@ from streamalloc.testing import Gate
 from tests.support import GROWTH, KEEP, MiB, captured, each_raises, executed, holds, names
 
 SIZE = 4096
-
-
-@pytest.fixture
-def other(device: sa.Device) -> Iterator[sa.Stream]:
-    with device.create_stream() as stream:
-        yield stream
 
 
 def asked(driver: Any) -> list[str]:

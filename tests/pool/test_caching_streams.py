@@ -53,12 +53,6 @@ class Null:
 
 
 @pytest.fixture
-def gate(device: sa.Device) -> Iterator[Gate]:
-    with Gate(device) as gate:
-        yield gate
-
-
-@pytest.fixture
 def cache(traced: Any, device: sa.Device) -> Iterator[sa.CachingAllocator]:
     with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
         yield cache

@@ -66,6 +66,13 @@ def memory(device: sa.Device) -> Iterator[vmm.PhysicalMemory]:
 
 
 @pytest.fixture
+def group(device: sa.Device) -> Iterator[vmm.SleepGroup]:
+    """A group of sleepers of device 0, without members."""
+    with vmm.SleepGroup(device) as group:
+        yield group
+
+
+@pytest.fixture
 def host(device: sa.Device) -> Iterator[sa.MemoryPool]:
     """A pool in host memory that the device may use. It keeps freed memory, which is allocated again at once."""
     with sa.MemoryPool(HOST, release_threshold=KEEP) as pool:

@@ -46,12 +46,6 @@ def cache(device: sa.Device) -> Iterator[vmm.ExpandableCache]:
         yield cache
 
 
-@pytest.fixture
-def other(device: sa.Device) -> Iterator[sa.Stream]:
-    with device.create_stream() as stream:
-        yield stream
-
-
 def filled(cache: sa.CachingAllocator, sizes: list[int], stream: sa.Stream) -> list[sa.Buffer]:
     """Buffers of so many MiB, each with its number in each byte."""
     found = [cache.allocate(size * MiB, stream) for size in sizes]

@@ -506,18 +506,12 @@ class TestWaiting:
 
 @pytest.mark.gpus(2)
 class TestTwoDevices:
-    @pytest.fixture
-    def halves(self, device: sa.Device, peer: sa.Device) -> Iterator[vmm.AddressRange]:
-        """A page of each device side by side, for nobody."""
-        with vmm.AddressRange(2 * PAGE) as addresses:
-            for place, owner in enumerate((device, peer)):
-                with vmm.PhysicalMemory(owner, PAGE) as memory:
-                    addresses.map(memory, place * PAGE)
-            yield addresses
-
-    def test_side_by_side(self, device: sa.Device, peer: sa.Device, halves: vmm.AddressRange) -> None:
-        halves.set_access([device, peer])
-        whole, (mine, theirs) = halves.view(), halves.mappings
+    def test_side_by_side(self, device: sa.Device, peer: sa.Device, pages: vmm.AddressRange) -> None:
+        for place, owner in enumerate((device, peer)):
+            with vmm.PhysicalMemory(owner, PAGE) as memory:
+                pages.map(memory, place * PAGE)
+        pages.set_access([device, peer], stop=2 * PAGE)
+        whole, (mine, theirs) = pages.view(0, 2 * PAGE), pages.mappings
         assert (mine.location, theirs.location) == (device.location, peer.location)
         assert (mine.stream.device, theirs.stream.device) == (device, peer)
         with peer.create_stream() as stream:

@@ -1,7 +1,7 @@
 """Groups of virtual buffers that sleep and wake together, and figures of memory by owner."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,6 @@ import streamalloc as sa
 from streamalloc import vmm
 from tests.support import MiB, each_raises, filled, holds, pattern, shows
 from tests.vmm.support import PAGE
-
-
-@pytest.fixture
-def group(device: sa.Device) -> Iterator[vmm.SleepGroup]:
-    with vmm.SleepGroup(device) as group:
-        yield group
 
 
 def buffers(group: vmm.SleepGroup, *tags: str) -> list[vmm.VirtualBuffer]:

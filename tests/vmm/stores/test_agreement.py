@@ -36,12 +36,6 @@ class Diary(list[str]):
 
 
 @pytest.fixture
-def group(device: sa.Device) -> Iterator[vmm.SleepGroup]:
-    with vmm.SleepGroup(device) as group:
-        yield group
-
-
-@pytest.fixture
 def diary(group: vmm.SleepGroup) -> Diary:
     diary = Diary()
     group.before_sleep(diary.hook("sleep 1"), diary.hook("undo sleep 1"))
