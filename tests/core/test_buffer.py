@@ -39,17 +39,16 @@ class TestFreeing:
                 raise KeyError
         assert buffer.freed and pool.statistics().used == 0
 
-    def test_on_another_stream(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
+    def test_on_another_stream(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate, other: sa.Stream) -> None:
         """The memory is free after the other stream's work: only there is it used again while that is pending."""
-        with device.create_stream() as other:
-            buffer = pool.allocate(20 * MiB, stream)
-            address = buffer.address
-            other.wait(stream)
-            gate.hold(other)
-            buffer.free(other)
-            with pool.allocate(20 * MiB, other) as again:
-                assert again.address == address
-            gate.open()
+        buffer = pool.allocate(20 * MiB, stream)
+        address = buffer.address
+        other.wait(stream)
+        gate.hold(other)
+        buffer.free(other)
+        with pool.allocate(20 * MiB, other) as again:
+            assert again.address == address
+        gate.open()
 
 
 class TestFill:
@@ -204,18 +203,17 @@ class TestCopy:
             with pytest.raises(error, match=says):
                 copy(Interface(buffer, **other) if isinstance(other, dict) else other)
 
-    def test_on_another_stream(self, device: sa.Device, buffer: sa.Buffer, gate: Gate) -> None:
+    def test_on_another_stream(self, buffer: sa.Buffer, gate: Gate, other: sa.Stream) -> None:
         buffer.stream.synchronize()
-        with device.create_stream() as other:
-            gate.hold(buffer.stream)
-            target = bytearray(64)
-            buffer.copy_to(target, stream=other)
-            assert bytes(target) == COUNTED
-            buffer.copy_from(bytes(64), stream=other)
-            buffer[:32].fill(9, other)
-            assert executed(other) and pending(buffer.stream)
-            gate.open()
-            assert holds(buffer[:32], 9) and holds(buffer[32:], 0)
+        gate.hold(buffer.stream)
+        target = bytearray(64)
+        buffer.copy_to(target, stream=other)
+        assert bytes(target) == COUNTED
+        buffer.copy_from(bytes(64), stream=other)
+        buffer[:32].fill(9, other)
+        assert executed(other) and pending(buffer.stream)
+        gate.open()
+        assert holds(buffer[:32], 9) and holds(buffer[32:], 0)
 
     def test_runs_under_its_stream_s_context(self, buffer: sa.Buffer, pool: sa.MemoryPool) -> None:
         """Programming guide 4.3.5.1: from a thread without a current context, too."""

@@ -47,16 +47,15 @@ def test_one_call_in_stream_order(traced: Any, device: sa.Device, stream: sa.Str
     assert names(traced, "cuMemcpyAsync") == []
 
 
-def test_others_memory_is_waited_for(device: sa.Device, stream: sa.Stream, buffers: list[sa.Buffer], gate: Any) -> None:
+def test_others_memory_is_waited_for(stream: sa.Stream, buffers: list[sa.Buffer], gate: Any, other: sa.Stream) -> None:
     source, target = buffers
-    with device.create_stream() as other:
-        stream.synchronize()
-        gate.hold(other)
-        source.fill(3, other)
-        copy_batch(stream, [Interface(source, stream=other.handle)], [target])
-        assert not stream.query()
-        gate.open()
-        assert holds(target, 3)
+    stream.synchronize()
+    gate.hold(other)
+    source.fill(3, other)
+    copy_batch(stream, [Interface(source, stream=other.handle)], [target])
+    assert not stream.query()
+    gate.open()
+    assert holds(target, 3)
 
 
 def test_options_of_equal_neighbours_are_one(traced: Any, stream: sa.Stream, buffers: list[sa.Buffer]) -> None:

@@ -62,27 +62,26 @@ class TestNodes:
             pass
         assert not stream.capturing
 
-    def test_on_two_streams(self, device: sa.Device, stream: sa.Stream, kept: sa.Buffer) -> None:
-        with device.create_stream() as other:
-            with stream.capture() as graph:
-                scratch = sa.allocate(64, stream)
-                other.wait(stream)
-                assert [stream.capturing, other.capturing] == [True, True]
-                inner = sa.allocate(64, other)
-                assert isinstance(inner, sa.GraphBuffer) and [inner.owner] == [graph]
-                inner.fill(4, other)
-                scratch.copy_from(inner, other)
-                inner.free(other)
-                stream.wait(other)
-                kept.copy_from(scratch)
-                scratch.free()
-            assert [stream.capturing, other.capturing] == [False, False]
-            with graph:
-                graph.launch(stream)
-                assert holds(kept, 4)
-            with sa.allocate(64, other) as usual:
-                assert not isinstance(usual, sa.GraphBuffer)
-            other.synchronize()
+    def test_on_two_streams(self, stream: sa.Stream, kept: sa.Buffer, other: sa.Stream) -> None:
+        with stream.capture() as graph:
+            scratch = sa.allocate(64, stream)
+            other.wait(stream)
+            assert [stream.capturing, other.capturing] == [True, True]
+            inner = sa.allocate(64, other)
+            assert isinstance(inner, sa.GraphBuffer) and [inner.owner] == [graph]
+            inner.fill(4, other)
+            scratch.copy_from(inner, other)
+            inner.free(other)
+            stream.wait(other)
+            kept.copy_from(scratch)
+            scratch.free()
+        assert [stream.capturing, other.capturing] == [False, False]
+        with graph:
+            graph.launch(stream)
+            assert holds(kept, 4)
+        with sa.allocate(64, other) as usual:
+            assert not isinstance(usual, sa.GraphBuffer)
+        other.synchronize()
 
 
 class TestForeignMemory:
@@ -223,14 +222,13 @@ class TestFailures:
         kept.fill(1)
         assert holds(kept, 1)
 
-    def test_a_stream_that_was_not_joined(self, device: sa.Device, stream: sa.Stream) -> None:
-        with device.create_stream() as other:
-            with pytest.raises(sa.CaptureError, match="not joined"), stream.capture():
-                other.wait(stream)
-                sa.allocate(64, other)
-            assert not other.capturing and not stream.capturing
-            with sa.allocate(64, other) as usual:
-                assert not isinstance(usual, sa.GraphBuffer)
+    def test_a_stream_that_was_not_joined(self, stream: sa.Stream, other: sa.Stream) -> None:
+        with pytest.raises(sa.CaptureError, match="not joined"), stream.capture():
+            other.wait(stream)
+            sa.allocate(64, other)
+        assert not other.capturing and not stream.capturing
+        with sa.allocate(64, other) as usual:
+            assert not isinstance(usual, sa.GraphBuffer)
 
     def test_the_legacy_stream(self, device: sa.Device) -> None:
         with pytest.raises(sa.CudaError, match="the legacy default stream cannot"), device.default_stream.capture():

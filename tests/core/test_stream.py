@@ -39,17 +39,16 @@ class TestOrder:
         event.synchronize()
         assert event.query() is True and executed(stream)
 
-    def test_work_runs_after_what_it_waits_for(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+    def test_work_runs_after_what_it_waits_for(self, stream: sa.Stream, gate: Gate, other: sa.Stream) -> None:
         order: list[str] = []
-        with device.create_stream() as other:
-            gate.hold(stream)
-            stream.launch_host_func(lambda: order.append("first"))
-            other.wait(stream.record())
-            other.launch_host_func(lambda: order.append("second"))
-            assert pending(other) and order == []
-            gate.open()
-            other.synchronize()
-            assert order == ["first", "second"]
+        gate.hold(stream)
+        stream.launch_host_func(lambda: order.append("first"))
+        other.wait(stream.record())
+        other.launch_host_func(lambda: order.append("second"))
+        assert pending(other) and order == []
+        gate.open()
+        other.synchronize()
+        assert order == ["first", "second"]
 
     @pytest.mark.gpus(2)
     def test_across_devices(self, stream: sa.Stream, gate: Gate, peer: sa.Device) -> None:
@@ -219,15 +218,14 @@ class _ByProtocol:
 
 class TestForeignStreams:
     @pytest.mark.parametrize("what", ["a stream", "an event", "CUevent", "CUstream"])
-    def test_work_is_waited_for(self, what: str, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+    def test_work_is_waited_for(self, what: str, stream: sa.Stream, gate: Gate, other: sa.Stream) -> None:
         gate.hold(stream)
         event = stream.record()
         known = {"a stream": stream, "an event": event, "CUevent": cuda.CUevent(event.handle)}
-        with device.create_stream() as other:
-            other.wait(known.get(what, cuda.CUstream(stream.handle)))
-            assert pending(other)
-            gate.open()
-            other.synchronize()
+        other.wait(known.get(what, cuda.CUstream(stream.handle)))
+        assert pending(other)
+        gate.open()
+        other.synchronize()
 
     @pytest.mark.gpus(2)
     def test_of_another_device(self, peer: sa.Device, pool: sa.MemoryPool) -> None:

@@ -116,15 +116,14 @@ class TestFill:
         view.fill((1, 515))
         assert (elements(view) == np.full(21, np.array((1, 515), packed))).all()
 
-    def test_on_another_stream(self, device: sa.Device, buffer: sa.Buffer, gate: Gate) -> None:
-        with device.create_stream() as other:
-            other.wait(buffer.stream.record())
-            gate.hold(other)
-            buffer.view_as(np.float64).fill(1.5, other)
-            assert pending(other) and not pending(buffer.stream)
-            gate.open()
-            buffer.stream.wait(other.record())
-            assert (elements(buffer.view_as(np.float64)) == 1.5).all()
+    def test_on_another_stream(self, buffer: sa.Buffer, gate: Gate, other: sa.Stream) -> None:
+        other.wait(buffer.stream.record())
+        gate.hold(other)
+        buffer.view_as(np.float64).fill(1.5, other)
+        assert pending(other) and not pending(buffer.stream)
+        gate.open()
+        buffer.stream.wait(other.record())
+        assert (elements(buffer.view_as(np.float64)) == 1.5).all()
 
     @pytest.mark.parametrize(
         ("dtype", "value", "error"),

@@ -271,11 +271,7 @@ class TestMappedMemory:
                 raise PermissionError("no")
             left.pop()
 
-        with (
-            vmm.PageArena(device) as arena,
-            arena.space(16 * MiB) as space,
-            vmm.HostTier(device) as tier,
-        ):
+        with vmm.PageArena(device) as arena, arena.space(16 * MiB) as space, vmm.HostTier(device) as tier:
             space.commit([3, 4])
             space.alias([5, 6], space, [3, 4])
             for place in (1, 2):
@@ -439,24 +435,27 @@ class TestLimits:
             pool.allocate(1024, stream).free()
             kept.free()
 
-    def test_what_was_dropped_makes_room(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with sa.CachingAllocator(pool) as cache, sa.observe(cache, limit=10_000):
+    def test_what_was_dropped_makes_room(
+        self, pool: sa.MemoryPool, stream: sa.Stream, cache: sa.CachingAllocator
+    ) -> None:
+        with sa.observe(cache, limit=10_000):
             for _ in range(3):
                 cache.allocate(10_000, stream)
 
 
 class TestHooks:
     @pytest.mark.parametrize("cached", [False, True])
-    def test_are_not_called_where_a_library_lets_go(self, pool: sa.MemoryPool, stream: sa.Stream, cached: bool) -> None:
+    def test_are_not_called_where_a_library_lets_go(
+        self, pool: sa.MemoryPool, stream: sa.Stream, cached: bool, cache: sa.CachingAllocator
+    ) -> None:
         """That happens in a finaliser, which may come in the middle of anything."""
         told: list[int] = []
-        with sa.CachingAllocator(pool) as cache:
-            source = cache if cached else pool
-            with sa.observe(source, on_free=lambda one: told.append(one.nbytes)) as observer:
-                held = Sources([source]).hold(source.allocate(8, stream))
-                del held
-                assert told == []
-                assert observer.live == () and 8 in told
+        source = cache if cached else pool
+        with sa.observe(source, on_free=lambda one: told.append(one.nbytes)) as observer:
+            held = Sources([source]).hold(source.allocate(8, stream))
+            del held
+            assert told == []
+            assert observer.live == () and 8 in told
 
     def test_what_a_hook_raises_undoes_the_allocation(self, machine: Any) -> None:
         checked = sd.checked(machine)

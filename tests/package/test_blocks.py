@@ -47,12 +47,11 @@ def test_the_error_of_a_session_s_block_stays(machine: Any, block: str, call: st
 
 
 @pytest.mark.parametrize("failure", [BlockError, StopIteration, KeyboardInterrupt, GeneratorExit])
-def test_the_error_of_a_capture_s_block_stays(device: sa.Device, failure: type[BaseException]) -> None:
+def test_the_error_of_a_capture_s_block_stays(failure: type[BaseException], stream: sa.Stream) -> None:
     error = failure("of the block")
-    with device.create_stream() as stream:
-        with pytest.raises(failure) as caught, stream.capture():
-            raise error
-        assert caught.value is error and not stream.capturing
+    with pytest.raises(failure) as caught, stream.capture():
+        raise error
+    assert caught.value is error and not stream.capturing
 
 
 @pytest.mark.parametrize("kind", WITH_BLOCKS, ids=lambda kind: kind.__qualname__)

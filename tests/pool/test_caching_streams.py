@@ -172,8 +172,8 @@ def test_a_new_stream_with_the_handle_of_a_closed_one(cache: sa.CachingAllocator
         assert buffer.freed
 
 
-def test_events_are_few_and_used_again(cache: sa.CachingAllocator, device: sa.Device, traced: Any) -> None:
-    with device.create_stream() as loader, device.create_stream() as user, Gate(device) as gate:
+def test_events_are_few_and_used_again(cache: sa.CachingAllocator, device: sa.Device, traced: Any, gate: Gate) -> None:
+    with device.create_stream() as loader, device.create_stream() as user:
         for held in (True, False):
             batches = [cache.allocate(SIZE, loader) for _ in range(MAX_RETURNING + 8)]
             if held:
@@ -192,11 +192,10 @@ def test_events_are_few_and_used_again(cache: sa.CachingAllocator, device: sa.De
 
 
 @pytest.mark.parametrize("end", ["trim", "close", "close of the stream", "out of memory"])
-def test_blocks_on_their_way_home_are_released_after_their_event(device: sa.Device, end: str) -> None:
+def test_blocks_on_their_way_home_are_released_after_their_event(device: sa.Device, end: str, gate: Gate) -> None:
     """Nothing waits on the host: the home stream waits for the event before the free."""
     with (
         device.create_stream() as user,
-        Gate(device) as gate,
         sa.MemoryPool(device, max_size=32 << 20) as pool,
         contextlib.ExitStack() as resources,
     ):

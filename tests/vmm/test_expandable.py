@@ -162,20 +162,19 @@ class TestMemory:
         assert not segment.left and not segment.leaving and all(chunk.gone for chunk in chunks)
 
     def test_of_another_stream_moves_after_its_work(
-        self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream, gate: Gate
     ) -> None:
-        with Gate(device) as gate:
-            cache.allocate(64 * MiB, stream).free()
-            buffer = cache.allocate(64 * MiB, stream)
-            gate.hold(stream)
-            buffer.fill(1, stream)
-            buffer.free()
-            with cache.allocate(64 * MiB, other) as mine:
-                mine.fill(2, other)
-                assert cache.statistics().reserved <= 1.03 * 64 * MiB + 4 * MiB
-                assert pending(other)  # it waits for the first stream
-                gate.open()
-                assert holds(mine, 2)
+        cache.allocate(64 * MiB, stream).free()
+        buffer = cache.allocate(64 * MiB, stream)
+        gate.hold(stream)
+        buffer.fill(1, stream)
+        buffer.free()
+        with cache.allocate(64 * MiB, other) as mine:
+            mine.fill(2, other)
+            assert cache.statistics().reserved <= 1.03 * 64 * MiB + 4 * MiB
+            assert pending(other)  # it waits for the first stream
+            gate.open()
+            assert holds(mine, 2)
 
     def test_streams_that_are_not_in_use_at_once_share(
         self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
