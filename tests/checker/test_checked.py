@@ -463,13 +463,11 @@ def test_each_reason_to_leave_something_out_is_used_and_explained() -> None:
 
 
 class TestUsed:
-    def test_nothing_happens_with_other_drivers(self, machine: Any) -> None:
-        traced = sd.traced(machine)
-        device = sa.Device(0, driver=traced)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(64, stream) as memory:
+    def test_nothing_happens_with_other_drivers(self, traced: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(64, stream) as memory:
             before = len(traced.calls)
             memory.used(stream)
-            memory[8:].used(device.default_stream, write=False)
+            memory[8:].used(stream.device.default_stream, write=False)
             assert len(traced.calls) == before
             memory.free()
             with pytest.raises(sa.ClosedError):

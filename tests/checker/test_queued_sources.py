@@ -171,9 +171,9 @@ def test_a_copy_of_more_than_a_flag(source: Source) -> None:
 
 
 @pytest.mark.parametrize("host", [np.arange(64, dtype=np.uint8), np.ones((8, 1), np.int64)], ids=["bytes", "words"])
-def test_arrays_both_ways(machine: Any, host: Any) -> None:
-    device = sa.Device(0, driver=sd.checked(machine))
-    with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(64, stream) as buffer:
+@pytest.mark.usefixtures("checker")
+def test_arrays_both_ways(pool: sa.MemoryPool, stream: sa.Stream, host: Any) -> None:
+    with pool.allocate(64, stream) as buffer:
         buffer.copy_from(host)
         back = np.zeros_like(host)
         buffer.copy_to(back)
@@ -181,13 +181,11 @@ def test_arrays_both_ways(machine: Any, host: Any) -> None:
         assert np.array_equal(back, host)
 
 
-def test_objects_that_are_no_arrays(machine: Any) -> None:
-    driver = sd.checked(machine)
-    device = sa.Device(0, driver=driver)
-    with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(4, stream) as buffer:
-        driver.cuMemcpyHtoDAsync(buffer.address, b"abcd", 4, stream.handle)
+def test_objects_that_are_no_arrays(checker: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    with pool.allocate(4, stream) as buffer:
+        checker.cuMemcpyHtoDAsync(buffer.address, b"abcd", 4, stream.handle)
         back = bytearray(4)
-        driver.cuMemcpyDtoHAsync(back, buffer.address, 4, stream.handle)
+        checker.cuMemcpyDtoHAsync(back, buffer.address, 4, stream.handle)
         stream.synchronize()
         assert back == b"abcd"
 

@@ -118,10 +118,9 @@ class TestLive:
         graph.close()
         assert observer.history == ()
 
-    def test_a_free_that_the_driver_refuses(self, machine: Any) -> None:
-        faulty = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=faulty)
-        with sa.MemoryPool(device) as pool, device.create_stream() as stream, sa.observe(pool) as observer:
+    def test_a_free_that_the_driver_refuses(self, faults: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        faults.fail("cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
+        with sa.observe(pool) as observer:
             buffer = pool.allocate(64, stream)
             each_raises(sa.CudaError, buffer.free)
             assert observer.nbytes == 64 and not buffer.freed
@@ -223,9 +222,7 @@ class TestMappedMemory:
             buffer.restore()
             assert observer.nbytes == 2 * MiB
 
-    def test_limit_is_looked_at_before_memory_is_made(self, machine: Any) -> None:
-        traced = sd.traced(machine)
-        device = sa.Device(0, driver=traced)
+    def test_limit_is_looked_at_before_memory_is_made(self, traced: Any, device: sa.Device) -> None:
         with vmm.GrowableBuffer(device, 64 * MiB, 2 * MiB) as buffer, sa.observe(buffer, limit=4 * MiB):
             del traced.calls[:]
             with pytest.raises(sa.OutOfMemoryError, match="limit, 4 MiB,") as caught:
@@ -419,10 +416,8 @@ class TestHolders:
 
 
 class TestLimits:
-    def test_raise_before_the_driver_is_asked(self, machine: Any) -> None:
-        traced = sd.traced(machine)
-        device = sa.Device(0, driver=traced)
-        with sa.MemoryPool(device) as pool, device.create_stream() as stream, sa.observe(pool, limit=MiB) as observer:
+    def test_raise_before_the_driver_is_asked(self, traced: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.observe(pool, limit=MiB) as observer:
             kept = pool.allocate(MiB - 512, stream); here = line()  # fmt: skip  # noqa: E702
             del traced.calls[:]
             with pytest.raises(sa.OutOfMemoryError) as caught:

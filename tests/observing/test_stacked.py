@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces
+from streamalloc.testing import Faults
 from tests.support import each_raises
 
 SIZES = some.sampled_from([0, 1, 512, 5000, 100_000, 3 << 20])
@@ -132,18 +133,14 @@ def test_a_limit_counts_what_was_asked_for(device: sa.Device, pool: sa.MemoryPoo
             cache.allocate(5001, stream)
 
 
-def test_what_the_driver_refuses_to_take_back_was_freed_all_the_same(machine: Any, tmp_path: Path) -> None:
-    faulty = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
-    device = sa.Device(0, driver=faulty)
-    with (
-        device.create_stream() as stream,
-        sa.MemoryPool(device) as pool,
-        sa.CachingAllocator(pool) as cache,
-        sa.observe(cache) as observer,
-    ):
+def test_what_the_driver_refuses_to_take_back_was_freed_all_the_same(
+    faults: Faults, cache: sa.CachingAllocator, stream: sa.Stream, tmp_path: Path
+) -> None:
+    faults.fail("cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
+    with sa.observe(cache) as observer:
         cache.allocate(5000, stream).free()
         each_raises(sa.CudaError, cache.trim)
-        assert faulty.failed == ["cuMemFreeAsync"]
+        assert faults.failed == ["cuMemFreeAsync"]
         assert observer.live == () and len(observer.history) == 2
         cache.allocate(5000, stream).free()
         assert [trace.allocations for trace in read_back(observer, tmp_path)] == [2, 2]

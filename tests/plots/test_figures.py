@@ -186,36 +186,25 @@ def test_memory_where_the_beginning_is_gone(pool: sa.MemoryPool, stream: sa.Stre
 class TestLives:
     """Why memory could be handed out again, from the calls of a traced driver."""
 
-    @pytest.fixture
-    def traced(self, machine: Any) -> Any:
-        return sd.traced(machine)
-
-    def test_reasons(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
-        with (
-            sa.MemoryPool(device, release_threshold=2**64 - 1) as pool,
-            device.create_stream() as one,
-            device.create_stream() as two,
-        ):
-            first = pool.allocate(8 * MiB, one)
-            address = first.address
-            first.free()
-            second = pool.allocate(8 * MiB, one)
-            second.free()
-            two.wait(one.record())
-            third = pool.allocate(8 * MiB, two)
-            third.free()
-            two.synchronize()
-            fourth = pool.allocate(8 * MiB, one)
-            assert {second.freed, third.freed, fourth.address == address} == {True}
-            found = plots.lives(traced.calls)
-            fourth.free()
+    def test_reasons(self, traced: Any, pool: sa.MemoryPool, stream: sa.Stream, other: sa.Stream) -> None:
+        first = pool.allocate(8 * MiB, stream)
+        address = first.address
+        first.free()
+        second = pool.allocate(8 * MiB, stream)
+        second.free()
+        other.wait(stream.record())
+        third = pool.allocate(8 * MiB, other)
+        third.free()
+        other.synchronize()
+        fourth = pool.allocate(8 * MiB, stream)
+        assert {second.freed, third.freed, fourth.address == address} == {True}
+        found = plots.lives(traced.calls)
+        fourth.free()
         assert [life.why for life in found] == ["", "same stream", "an event orders them", "the host had synchronised"]
         assert [life.nbytes for life in found] == [8 * MiB] * 4 and {life.address for life in found} == {address}
         assert [life.stop is None for life in found] == [False, False, False, True]
 
-    def test_an_event_that_comes_before_the_free_orders_nothing(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
+    def test_an_event_that_comes_before_the_free_orders_nothing(self, traced: Any, device: sa.Device) -> None:
         with sa.MemoryPool(device) as pool, device.create_stream() as one, device.create_stream() as two:
             first = pool.allocate(8 * MiB, one)
             two.wait(one.record())

@@ -498,14 +498,12 @@ def test_a_task_waits_for_memory(device: sa.Device, stream: sa.Stream, cached: b
 
 
 @pytest.mark.simulated_only("the driver is made to refuse")
-def test_no_task_waits_in_a_capture(machine: Any) -> None:
-    driver = sd.faulty(machine, "cuMemAllocFromPoolAsync", times=1000)
-    device = sa.Device(0, driver=driver)
-    with sa.MemoryPool(device) as pool, device.create_stream() as stream:
-        with stream.capture() as graph, pytest.raises(sa.OutOfMemoryError):
-            asyncio.run(asyncio.wait_for(pool.allocate_async(64, stream), 5))
-        graph.close()
-    assert driver.failed == ["cuMemAllocFromPoolAsync"]
+def test_no_task_waits_in_a_capture(faults: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    faults.fail("cuMemAllocFromPoolAsync", times=1000)
+    with stream.capture() as graph, pytest.raises(sa.OutOfMemoryError):
+        asyncio.run(asyncio.wait_for(pool.allocate_async(64, stream), 5))
+    graph.close()
+    assert faults.failed == ["cuMemAllocFromPoolAsync"]
 
 
 @pytest.mark.simulated_only("a machine with little memory")

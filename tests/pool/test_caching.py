@@ -1,6 +1,5 @@
 """The cache over a pool: who gets which memory when, what comes back, and that errors are those of the pool."""
 
-import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -41,19 +40,16 @@ class TestReuse:
 
     @pytest.mark.parametrize("size", [SIZE, 8 * SIZE])
     @pytest.mark.parametrize("default", [False, True])
-    def test_a_block_freed_on_another_stream_returns_home(self, traced: Any, size: int, default: bool) -> None:
+    def test_a_block_freed_on_another_stream_returns_home(
+        self, traced: Any, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream, size: int, default: bool
+    ) -> None:
         """Blocks would pile up on the stream that frees them, whether it has asked for their size or not."""
-        device = sa.Device(0, driver=traced)
-        with contextlib.ExitStack() as resources:
-            resources.enter_context(device.current())
-            pool = resources.enter_context(sa.MemoryPool(device))
-            cache = resources.enter_context(sa.CachingAllocator(pool))
-            loader = resources.enter_context(device.create_stream())
-            user = device.default_stream if default else resources.enter_context(device.create_stream())
+        with stream.device.current():
+            user = stream.device.default_stream if default else other
             cache.allocate(size, user).free()
             addresses = set()
             for _ in range(3):
-                batch = cache.allocate(SIZE, loader)
+                batch = cache.allocate(SIZE, stream)
                 addresses.add(batch.address)
                 del traced.calls[:]
                 batch.free(user)
@@ -160,28 +156,24 @@ class TestSizes:
             assert holds(other, 7)
             other.free()
 
-    def test_free_blocks_return_to_the_pool_before_it_grows_beyond_the_allowance(self, traced: Any) -> None:
+    def test_blocks_return_before_the_pool_outgrows_the_allowance(
+        self, traced: Any, cache: sa.CachingAllocator, stream: sa.Stream
+    ) -> None:
         """The allowance is 1.05 times the peak, grows by 1/32 of it at each release, and is twice the peak at most."""
-        device = sa.Device(0, driver=traced)
-        with (
-            device.create_stream() as stream,
-            sa.MemoryPool(device, release_threshold=KEEP) as pool,
-            sa.CachingAllocator(pool) as cache,
-        ):
-            held, misses = [], []
-            for number in range(64):
-                size = (64, 8)[number % 2] * MiB  # neither serves for the other
-                for buffer in [cache.allocate(size, stream) for _ in range(512 * MiB // size)]:
-                    buffer.free()
-                held.append(pool.attributes.reserved_mem_high // MiB)
-                misses.append(cache.statistics().misses)
-            assert held[:2] == [512, 544]  # 1.05 in steps of 32 MiB
-            assert misses[:2] == [8, 8 + 64]
-            assert held[2] == 576  # after one release: 1.08
-            assert held[-1] == held[-2] <= 1024 and misses[-1] == misses[-2]  # at rest
-            assert "cuMemPoolTrimTo" not in names(traced, "cuMemPoolTrimTo")
-            assert cache.trim() > 0
-            assert (cache._state._releases, cache._state._reserved) == (0, 0)
+        held, misses = [], []
+        for number in range(64):
+            size = (64, 8)[number % 2] * MiB  # neither serves for the other
+            for buffer in [cache.allocate(size, stream) for _ in range(512 * MiB // size)]:
+                buffer.free()
+            held.append(cache.pool.attributes.reserved_mem_high // MiB)
+            misses.append(cache.statistics().misses)
+        assert held[:2] == [512, 544]  # 1.05 in steps of 32 MiB
+        assert misses[:2] == [8, 8 + 64]
+        assert held[2] == 576  # after one release: 1.08
+        assert held[-1] == held[-2] <= 1024 and misses[-1] == misses[-2]  # at rest
+        assert "cuMemPoolTrimTo" not in names(traced, "cuMemPoolTrimTo")
+        assert cache.trim() > 0
+        assert (cache._state._releases, cache._state._reserved) == (0, 0)
 
     def test_a_trim_forgets_the_peaks(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         cache.allocate(320 * MiB, stream).free()
@@ -430,22 +422,19 @@ class TestDropped:
 
 
 class TestStepsAside:
-    def test_asks_the_pool_nothing_while_another_stream_is_captured(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
-        with contextlib.ExitStack() as resources:
-            pool = resources.enter_context(sa.MemoryPool(device))
-            cache = resources.enter_context(sa.CachingAllocator(pool))
-            stream, other = (resources.enter_context(device.create_stream()) for _ in range(2))
-            kept = [cache.allocate(8 * MiB, stream) for _ in range(4)]
-            for buffer in kept:
-                buffer.free()
-            with stream.capture("relaxed") as graph:
-                del traced.calls[:]
-                with cache.allocate(MiB, other), cache.allocate(40 * MiB, other):
-                    pass
-                assert names(traced, "cuMemPoolGetAttribute", "cuMemFreeAsync") == []
-            graph.close()
-            assert cache.statistics().cached == 73 * MiB
+    def test_asks_the_pool_nothing_while_another_stream_is_captured(
+        self, traced: Any, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
+    ) -> None:
+        kept = [cache.allocate(8 * MiB, stream) for _ in range(4)]
+        for buffer in kept:
+            buffer.free()
+        with stream.capture("relaxed") as graph:
+            del traced.calls[:]
+            with cache.allocate(MiB, other), cache.allocate(40 * MiB, other):
+                pass
+            assert names(traced, "cuMemPoolGetAttribute", "cuMemFreeAsync") == []
+        graph.close()
+        assert cache.statistics().cached == 73 * MiB
 
     def test_asks_in_the_relaxed_mode_only(self, traced: Any, device: sa.Device, cache: sa.CachingAllocator) -> None:
         """Another library may be capturing."""
