@@ -87,12 +87,11 @@ class TestModes:
                 memory.free()
         assert [one.count for one in driver.hazards] == [3]
 
-    def test_more_hazards_than_are_kept_are_noted(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_more_hazards_than_are_kept_are_noted(self, checker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(report, "_MOST_HAZARDS", 0)
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
+        with Bench(checker) as bench:
             race(bench)
-        assert driver.hazards == [] and "hazards after the first" in driver.notes[0]
+        assert checker.hazards == [] and "hazards after the first" in checker.notes[0]
 
     def test_warn_warns(self, machine: Any) -> None:
         driver = sd.checked(machine, on="warn")
@@ -100,8 +99,7 @@ class TestModes:
             race(bench)
         assert len(driver.hazards) == 1
 
-    def test_no_other_thread_takes_the_hazard_of_a_free(self, machine: Any) -> None:
-        traced = sd.traced(machine)
+    def test_no_other_thread_takes_the_hazard_of_a_free(self, traced: Any) -> None:
         driver: Any = sd.checked(traced, on="raise")
 
         class Lock:
@@ -129,8 +127,7 @@ class TestModes:
             assert names(traced, "cuMemFreeAsync") == []
             memory.free()
 
-    def test_a_second_free_is_answered_where_it_does_not_raise(self, machine: Any) -> None:
-        traced = sd.traced(machine)
+    def test_a_second_free_is_answered_where_it_does_not_raise(self, traced: Any) -> None:
         driver = sd.checked(traced)
         with Bench(driver) as bench:
             memory = bench.new(bench.a)
@@ -349,12 +346,11 @@ class TestWords:
         assert found.what.count("created at bench.py:") == 2
         assert "after its kernel" in found.remedy
 
-    def test_the_name_of_a_stream(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        with Bench(driver) as bench, bench.device.create_stream(name="loader") as loader:
+    def test_the_name_of_a_stream(self, checker: Any) -> None:
+        with Bench(checker) as bench, bench.device.create_stream(name="loader") as loader:
             memory = bench.new(bench.a)
             memory.used(loader)
-        assert "stream 'loader' (created at test_checked.py:" in self._only(driver).what
+        assert "stream 'loader' (created at test_checked.py:" in self._only(checker).what
 
     def test_where_a_graph_was_launched(self, bench: Bench) -> None:
         memory = bench.new(bench.a)
@@ -388,8 +384,7 @@ class TestWords:
         assert "synchronise" not in found.remedy and "the host function of stream" in found.what
         assert "before the host function is queued" in found.remedy
 
-    def test_before_the_call_is_made(self, machine: Any) -> None:
-        traced = sd.traced(machine)
+    def test_before_the_call_is_made(self, traced: Any) -> None:
         with Bench(sd.checked(traced, on="raise")) as bench:
             address = int(bench.raw("cuMemAlloc", SIZE))
             bench.raw("cuMemFree", address)
@@ -400,10 +395,10 @@ class TestWords:
 
 
 @pytest.mark.parametrize("freed", [True, False])
-def test_what_queued_work_keeps_is_no_leak(machine: Any, monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
+def test_what_queued_work_keeps_is_no_leak(
+    machine: Any, checker: Any, device: sa.Device, monkeypatch: pytest.MonkeyPatch, freed: bool
+) -> None:
     """Memory that the program has dropped is released when that work is done."""
-    driver = sd.checked(machine)
-    device = sa.Device(0, driver=driver)
     with device.create_stream() as stream, Gate(device) as gate:
         gate.hold(stream)
         buffer = [vmm.GrowableBuffer(device, PAGE, PAGE, stream=stream)]
@@ -417,7 +412,7 @@ def test_what_queued_work_keeps_is_no_leak(machine: Any, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(wrapper, "sleep", pause)
         monkeypatch.setattr(wrapper, "_PATIENCE", 0.1)
-        assert [one.kind for one in driver.finish() if "pinned" not in one.what] == ["leak"] * (not freed)
+        assert [one.kind for one in checker.finish() if "pinned" not in one.what] == ["leak"] * (not freed)
         gate.open()
         stream.synchronize()
     buffer.clear()
@@ -521,8 +516,7 @@ def test_poison_of_other_memory(machine: Any) -> None:
     assert not driver.hazards
 
 
-def test_poison_is_no_part_of_a_graph(machine: Any) -> None:
-    traced = sd.traced(machine)
+def test_poison_is_no_part_of_a_graph(traced: Any) -> None:
     driver: Any = sd.checked(traced, poison=True)
     stream = cuda.CUstream(2)  # the default stream of this thread
     with sa.Device(0, driver=driver).current():
@@ -555,17 +549,16 @@ def test_poison_of_what_a_copy_has_not_reached(machine: Any, waits: bool, monkey
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_free_that_waits_is_noted(machine: Any, waits: bool) -> None:
-    driver: Any = sd.checked(machine)
-    with sa.Device(0, driver=driver).current():
-        stream, memory = driver.cuStreamCreate(1)[1], driver.cuMemAlloc(SIZE)[1]
-        driver.cuMemsetD8Async(memory, 1, SIZE, stream)
+def test_a_free_that_waits_is_noted(checker: Any, waits: bool) -> None:
+    with sa.Device(0, driver=checker).current():
+        stream, memory = checker.cuStreamCreate(1)[1], checker.cuMemAlloc(SIZE)[1]
+        checker.cuMemsetD8Async(memory, 1, SIZE, stream)
         if waits:
-            driver.cuStreamSynchronize(stream)
-        driver.cuMemFree(memory)
-        driver.cuStreamDestroy(stream)
-    assert not driver.hazards
-    assert len(driver.notes) == (not waits) and all("cuMemFree of device memory" in one for one in driver.notes)
+            checker.cuStreamSynchronize(stream)
+        checker.cuMemFree(memory)
+        checker.cuStreamDestroy(stream)
+    assert not checker.hazards
+    assert len(checker.notes) == (not waits) and all("cuMemFree of device memory" in one for one in checker.notes)
 
 
 @pytest.mark.simulated_only("plain memory that was freed is not there")
@@ -712,23 +705,22 @@ def test_an_operation_takes_little() -> None:
 class TestQuestions:
     """Calls of the checker itself in the middle of a record."""
 
-    def test_another_thread_records_meanwhile(self, machine: Any) -> None:
-        driver: Any = sd.checked(machine)
+    def test_another_thread_records_meanwhile(self, checker: Any) -> None:
         inside: list[bool] = []
 
         def ask() -> None:
-            inside.append(driver._turn.mine())
-            other = threading.Thread(target=driver._alone, args=(int,), daemon=True)
+            inside.append(checker._turn.mine())
+            other = threading.Thread(target=checker._alone, args=(int,), daemon=True)
             other.start()
             other.join(SECONDS)
             assert not other.is_alive()
 
         def alone() -> None:
-            driver._turn.outside(ask, ())
-            inside.append(driver._turn.mine())
+            checker._turn.outside(ask, ())
+            inside.append(checker._turn.mine())
 
-        driver._alone(alone)
-        assert inside == [False, True] and not driver._turn.mine()
+        checker._alone(alone)
+        assert inside == [False, True] and not checker._turn.mine()
 
     def test_a_finaliser_revives_the_driver(self, machine: Any) -> None:
         """A deferred release may do so: it still holds the driver whose garbage it was found in."""

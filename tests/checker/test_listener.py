@@ -95,10 +95,8 @@ def _share_and_open(machine: Any, recorder: Notified | None) -> list[list[str]]:
     return [[name for name in one.names if not name.startswith("cuCtx")] for one in drivers]
 
 
-def test_calls_that_another_feed_has_seen(machine: Any) -> None:
+def test_calls_that_another_feed_has_seen(machine: Any, traced: Any, device: sa.Device) -> None:
     """Names, arguments, answers, threads and places are enough for the rules: nothing is wrapped."""
-    traced = sd.traced(machine)
-    device = sa.Device(0, driver=traced)
     with device.create_stream() as one, device.create_stream() as other, sa.MemoryPool(device) as pool:
         memory = pool.allocate(SIZE, one)
         one.synchronize()
@@ -119,9 +117,8 @@ def test_calls_that_another_feed_has_seen(machine: Any) -> None:
     assert recorder.notes == ()
 
 
-def test_a_handle_that_is_older_than_its_feed(machine: Any) -> None:
+def test_a_handle_that_is_older_than_its_feed(machine: Any, traced: Any) -> None:
     """Its end is no double free, unless the driver refuses it."""
-    traced: Any = sd.traced(machine)
     with sa.Device(0, driver=traced).current():
         stream = traced.cuStreamCreate(1)[1]
         before = len(traced.calls)

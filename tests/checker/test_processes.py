@@ -270,20 +270,18 @@ def test_a_process_that_is_exiting_has_nothing() -> None:
 
 
 @pytest.mark.parametrize("end", ["free", "drop"])
-def test_memory_whose_free_waits_for_importers_is_no_leak(machine: Any, end: str) -> None:
-    driver = sd.checked(machine)
-    device = sa.Device(0, driver=driver)
+def test_memory_whose_free_waits_for_importers_is_no_leak(checker: Any, device: sa.Device, end: str) -> None:
     with device.create_stream() as stream, sa.MemoryPool(device, handle_types=_POSIX) as pool:
         buffer: sa.Buffer | None = pool.allocate(SIZE, stream)
         held = ipc.share(buffer, hold=True)
-        assert len(driver.leaks()) == 1
+        assert len(checker.leaks()) == 1
         if buffer is not None and end == "free":
             buffer.free()
         buffer = None
-        assert driver.leaks() == [] and driver.outstanding()["pool allocation"]
+        assert checker.leaks() == [] and checker.outstanding()["pool allocation"]
         held.cancel()
         device.synchronize()
-        assert "pool allocation" not in driver.outstanding()
+        assert "pool allocation" not in checker.outstanding()
 
 
 # -- what an importer does not wait for --------------------------------------------------------------------------

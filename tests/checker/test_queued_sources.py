@@ -191,10 +191,8 @@ def test_objects_that_are_no_arrays(checker: Any, pool: sa.MemoryPool, stream: s
 
 
 @pytest.mark.parametrize("given_back", [True, False])
-def test_memory_that_is_freed_while_a_library_has_it(machine: Any, given_back: bool) -> None:
+def test_memory_that_is_freed_while_a_library_has_it(checker: Any, device: sa.Device, given_back: bool) -> None:
     """Nothing reports the library's kernels. They may run until it returns the memory."""
-    driver = sd.checked(machine)
-    device = sa.Device(0, driver=driver)
     with device.create_stream() as ours, device.create_stream() as theirs, sa.MemoryPool(device) as pool:
         buffer = pool.allocate(64, ours)
         array = Lent(buffer.view_as(np.uint8), theirs)
@@ -204,15 +202,13 @@ def test_memory_that_is_freed_while_a_library_has_it(machine: Any, given_back: b
             work(session_of(buffer))  # in which our stream waits for theirs
         buffer.free()
         device.synchronize()
-    assert [one.kind for one in driver.hazards] == ([] if given_back else ["free racing a use"])
+    assert [one.kind for one in checker.hazards] == ([] if given_back else ["free racing a use"])
 
 
-def test_numpy_takes_pinned_memory_for_itself(machine: Any) -> None:
+def test_numpy_takes_pinned_memory_for_itself(checker: Any, device: sa.Device) -> None:
     """It names no stream, and is no work of the legacy one."""
-    driver = sd.checked(machine)
-    device = sa.Device(0, driver=driver)
     props = sa.MemPoolProps(location=sa.MemLocation.host())
-    with device.create_stream() as stream, sa.MemoryPool(props, driver=driver) as pool:
+    with device.create_stream() as stream, sa.MemoryPool(props, driver=checker) as pool:
         pool.set_access(device, sa.MemAccess.READWRITE)
         buffer = pool.allocate(64, stream)
         buffer.fill(3)
@@ -220,4 +216,4 @@ def test_numpy_takes_pinned_memory_for_itself(machine: Any) -> None:
         assert (np.from_dlpack(buffer) == 3).all()
         buffer.free()
         stream.synchronize()
-    assert driver.hazards == []
+    assert checker.hazards == []

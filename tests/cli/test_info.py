@@ -123,24 +123,22 @@ def test_json_to_a_file(machine: Any, run: Run, tmp_path: Path) -> None:
     assert "devices" in json.loads(target.read_text())
 
 
-def test_changes_no_pool_of_others(machine: Any, run: Run) -> None:
-    calls = sd.traced(machine)
-    with sd.use(calls):
+def test_changes_no_pool_of_others(traced: Any, run: Run) -> None:
+    with sd.use(traced):
         run("info")
     # It makes one pool of its own, to share memory of it.
-    own = {int(call.answer[1]) for call in calls.calls if call.name == "cuMemPoolCreate"}
-    changed = [call for call in calls.calls if "Pool" in call.name and ("Set" in call.name or "Trim" in call.name)]
+    own = {int(call.answer[1]) for call in traced.calls if call.name == "cuMemPoolCreate"}
+    changed = [call for call in traced.calls if "Pool" in call.name and ("Set" in call.name or "Trim" in call.name)]
     assert len(own) == 1
     assert all(int(call.args[0]) in own for call in changed)
 
 
-def test_leaves_nothing_behind(machine: Any, run: Run) -> None:
-    accounts = sd.checked(machine)
-    with sd.use(accounts):
+def test_leaves_nothing_behind(checker: Any, run: Run) -> None:
+    with sd.use(checker):
         run("info")
-        sa.Device(0, driver=accounts).synchronize()
+        sa.Device(0, driver=checker).synchronize()
     gc.collect()  # what was tried and refused may be in cycles with its error
-    accounts.assert_nothing_left()
+    checker.assert_nothing_left()
 
 
 def _trials(run: Run) -> dict[str, Any]:
@@ -199,12 +197,11 @@ class TestMulticast:
 
     @pytest.mark.gpus(2)
     @pytest.mark.simulated_only("whether real devices support multicast is not known beforehand")
-    def test_a_team_of_all(self, machine: Any, run: Run) -> None:
-        calls = sd.traced(machine)
-        with sd.use(calls):
+    def test_a_team_of_all(self, traced: Any, run: Run) -> None:
+        with sd.use(traced):
             found = self.found(run)
         assert found["largest_team"] == 2 and "fails although the devices support it" in found["needs"][1]
-        assert not [call for call in calls.calls if "Multicast" in call.name]
+        assert not [call for call in traced.calls if "Multicast" in call.name]
 
     @pytest.mark.gpus(2)
     def test_devices_without_support(self, machine: Any, run: Run) -> None:

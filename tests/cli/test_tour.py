@@ -115,14 +115,13 @@ def test_a_device_without_pools(machine: Any, run: Run) -> None:
 
 
 @pytest.mark.gpus(2)
-def test_gpus_make_no_multicast_object_unless_asked(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_make_no_multicast_object_unless_asked(traced: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PERMISSION, raising=False)
-    calls = sd.traced(machine)
-    with sd.use(Replaced(calls, is_simulated=False)):
+    with sd.use(Replaced(traced, is_simulated=False)):
         text = run("tour")
     # Symmetric memory is shown all the same.
     assert "skipped" not in text
-    assert not [call for call in calls.calls if call.name.startswith("cuMulticast")]
+    assert not [call for call in traced.calls if call.name.startswith("cuMulticast")]
 
 
 @pytest.mark.simulated_only("the machine of the tour is simulated")

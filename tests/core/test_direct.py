@@ -199,20 +199,19 @@ class TestEventsUsedAgain:
             event = scene.stream.record()
             assert "cuEventDestroy" in calls(scene, event.close)
 
-    def test_a_few_are_kept_and_none_when_the_stream_is_closed(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        stream = sa.Device(0, driver=driver).create_stream()
+    def test_a_few_are_kept_and_none_when_the_stream_is_closed(self, checker: Any) -> None:
+        stream = sa.Device(0, driver=checker).create_stream()
         events = [stream.record() for _ in range(50)]
         late = events.pop()
         while events:
             events.pop().close()
-        assert 1 < len(driver.outstanding()["event"]) < 20
+        assert 1 < len(checker.outstanding()["event"]) < 20
         stream.close()
         del stream
         gc.collect()
-        assert len(driver.outstanding()["event"]) == 1
+        assert len(checker.outstanding()["event"]) == 1
         late.close()
-        driver.assert_nothing_left()
+        checker.assert_nothing_left()
 
     def test_threads_that_close_the_same_event(self, stream: sa.Stream) -> None:
         """It comes back once: two users of one event would wait for each other's work."""

@@ -178,11 +178,10 @@ class TestImport:
         )
         assert (done.stdout, done.stderr) == ("[]\n", "")
 
-    def test_a_device_and_a_pool_make_no_context(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        with sa.MemoryPool(sa.Device(0, driver=driver)) as pool:
+    def test_a_device_and_a_pool_make_no_context(self, traced: Any) -> None:
+        with sa.MemoryPool(sa.Device(0, driver=traced)) as pool:
             pool.statistics()
-        assert not {"cuDevicePrimaryCtxRetain", "cuCtxCreate", "cuCtxSetCurrent"} & set(names(driver))
+        assert not {"cuDevicePrimaryCtxRetain", "cuCtxCreate", "cuCtxSetCurrent"} & set(names(traced))
 
 
 class TestContexts:
@@ -213,17 +212,16 @@ class TestContexts:
         device.create_stream().close()
         assert int(raw.cuCtxGetCurrent()[1]) == before != 0
 
-    def test_the_primary_context_is_retained_once_and_kept(self, machine: Any) -> None:
+    def test_the_primary_context_is_retained_once_and_kept(self, traced: Any) -> None:
         """An object that is dropped last would otherwise be destroyed after its context."""
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
+        device = sa.Device(0, driver=traced)
         for _ in range(3):
             device.memory_info()
             device.create_stream().close()
         del device
         gc.collect()
         kinds = ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset", "cuCtxDestroy")
-        assert names(driver, *kinds) == [kinds[0]]
+        assert names(traced, *kinds) == [kinds[0]]
 
 
 class TestSideBySide:

@@ -103,9 +103,8 @@ class TestGarbage:
         pool.close()
         stream.close()
 
-    def test_the_check_can_fail(self, machine: Any) -> None:
+    def test_the_check_can_fail(self, traced: Any) -> None:
         """Releases by hand in the wrong order are found."""
-        traced = sd.traced(machine)
         team = Team(traced)
         calls = list(traced.calls)
         one, memory = team.object.handle, team.memories[0].handle

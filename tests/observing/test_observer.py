@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.allocator import Allocator
 from streamalloc.core.internal import watching_of
@@ -452,9 +451,7 @@ class TestHooks:
             assert told == []
             assert observer.live == () and 8 in told
 
-    def test_what_a_hook_raises_undoes_the_allocation(self, machine: Any) -> None:
-        checked = sd.checked(machine)
-        device = sa.Device(0, driver=checked)
+    def test_what_a_hook_raises_undoes_the_allocation(self, checker: Any, device: sa.Device) -> None:
         with device.create_stream() as stream:
             with sa.MemoryPool(device) as pool, sa.observe(pool, on_allocate=refuse) as observer:
                 with pytest.raises(PermissionError, match="no"):

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import CachingAllocator, ipc, vmm
 from streamalloc.interop.loans import borrow, form
 from tests.ipc.support import POSIX
@@ -198,9 +197,8 @@ def test_everything_ends_once(
         assert not refused and not unraisable
 
 
-def test_of_the_last_objects_of_a_driver(machine: Any) -> None:
+def test_of_the_last_objects_of_a_driver(traced: Any) -> None:
     """The state of the package for the driver is in the cycle, too, and goes on until all of it is released."""
-    traced = sd.traced(machine)
 
     def drop() -> None:
         device = sa.Device(0, driver=traced)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import ipc, multicast, vmm
 from streamalloc.driver.reports import Hazards
 from streamalloc.formats.html import Html, Shown, table
@@ -133,11 +132,9 @@ def test_says_what_it_is(device: sa.Device, peer: sa.Device, kind: str) -> None:
     shown(thing)
 
 
-def test_hazards(machine: Any) -> None:
+def test_hazards(checker: Any, device: sa.Device) -> None:
     """Each is folded under its kind, its size and its place, and shows these by itself."""
-    driver = sd.checked(machine)
-    device = sa.Device(0, driver=driver)
-    assert isinstance(driver.hazards, Hazards) and driver.hazards._repr_html_() == "no hazards"
+    assert isinstance(checker.hazards, Hazards) and checker.hazards._repr_html_() == "no hazards"
     with device.create_stream() as one, device.create_stream() as two, sa.MemoryPool(device) as pool:
         buffer = pool.allocate(3 * MiB, one)
         two.wait(one)
@@ -145,8 +142,8 @@ def test_hazards(machine: Any) -> None:
         buffer.fill(2, two)
         one.wait(two)
         buffer.free()
-    (found,) = driver.hazards
-    text = shown(driver.hazards)
+    (found,) = checker.hazards
+    text = shown(checker.hazards)
     assert found.kind in text and "3.0 MiB, at test_html.py" in text and "buffer.fill(2, two)" in text
     text = shown(found)
     assert f"{found.kind} , 3.0 MiB" in text and "buffer.fill(2, two)" in text and "remedy" in text

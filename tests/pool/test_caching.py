@@ -506,10 +506,8 @@ def test_on_another_device(device: sa.Device, peer: sa.Device, stream: sa.Stream
         assert cache.statistics().misses == 2
 
 
-def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:
+def test_a_driver_that_checks_uses_sees_every_allocation(checker: Any, device: sa.Device) -> None:
     """For the driver, memory that the cache reuses without a call would be the same allocation."""
-    driver = sd.checked(machine)
-    device = sa.Device(0, driver=driver)
     with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache, device.create_stream() as first:
         with device.create_stream() as second:
             buffer = cache.allocate(4096, first)
@@ -521,7 +519,7 @@ def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:
             again.free()
             first.synchronize()
         assert cache.statistics().cached == 0
-    assert "use before allocation" in {hazard.kind for hazard in driver.hazards}
+    assert "use before allocation" in {hazard.kind for hazard in checker.hazards}
 
 
 @pytest.mark.parametrize("call", ["cuMemFreeAsync", "cuEventRecord", "cuStreamIsCapturing", "cuEventQuery"])

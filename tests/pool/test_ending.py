@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc.core.deferred import work
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
@@ -142,23 +141,22 @@ def test_a_dropped_pool(traced: Any, device: sa.Device, stream: sa.Stream) -> No
     assert names(traced, DESTROY) == [DESTROY]
 
 
-def test_what_is_left_outlives_every_object(machine: Any) -> None:
+def test_what_is_left_outlives_every_object(machine: Any, checker: Any) -> None:
     """The last object of a driver goes before a free has run; a later object of the same driver ends the pool."""
-    driver = sd.checked(machine)
     gate = Gate(sa.Device(0, driver=machine))
 
     def use() -> None:
-        device = sa.Device(0, driver=driver)
+        device = sa.Device(0, driver=checker)
         with device.create_stream() as stream, sa.MemoryPool(device) as pool:
             gate.hold(machine.CUstream(stream.handle))
             pool.allocate(MiB, stream).free()
 
     use()
     gc.collect()
-    assert list(driver.outstanding()) == ["event", "pool"]
+    assert list(checker.outstanding()) == ["event", "pool"]
     gate.close()
-    sa.Device(0, driver=driver).synchronize()
-    driver.assert_nothing_left()
+    sa.Device(0, driver=checker).synchronize()
+    checker.assert_nothing_left()
 
 
 def test_an_error_of_the_end_is_told_and_the_end_tried_again(faults: Any, checker: Any, device: sa.Device) -> None:

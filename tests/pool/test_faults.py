@@ -27,10 +27,9 @@ class TestTheFirstErrorIsKept:
     @pytest.mark.parametrize(
         "call", ["cuThreadExchangeStreamCaptureMode", "cuDeviceGetMemPool", "cuMemPoolTrimTo", "cuMemPoolDestroy"]
     )
-    def test_keeps_no_pool(self, machine: Any, call: str) -> None:
+    def test_keeps_no_pool(self, checker: Any, call: str) -> None:
         """The pool whose undo failed is destroyed later, while a program keeps the error."""
-        checked = sd.checked(machine)
-        refusing = sd.faulty(checked, "cuMemPoolSetAttribute", result="CUDA_ERROR_UNKNOWN")
+        refusing = sd.faulty(checker, "cuMemPoolSetAttribute", result="CUDA_ERROR_UNKNOWN")
         faults: Any = Faults(refusing)
         device = sa.Device(0, driver=faults)
         faults.fail(call, nth=2 if call == "cuThreadExchangeStreamCaptureMode" else 1, result="CUDA_ERROR_UNKNOWN")
@@ -39,7 +38,7 @@ class TestTheFirstErrorIsKept:
         assert faults.failed == [call]
         faults.stop()
         end_what_was_dropped()
-        assert "pool" not in checked.outstanding()
+        assert "pool" not in checker.outstanding()
         assert caught.value.call == "cuMemPoolSetAttribute"
 
     def test_of_a_block(self, faults: Faults, pool: sa.MemoryPool, stream: sa.Stream) -> None:
@@ -56,9 +55,8 @@ class TestTheFirstErrorIsKept:
             raise KeyError
         faults.cuGraphDestroy(faults.cuStreamEndCapture(stream._raw)[1])
 
-    def test_of_a_graph_that_cannot_be_destroyed(self, machine: Any) -> None:
+    def test_of_a_graph_that_cannot_be_destroyed(self, traced: Any) -> None:
         """The launchable form is destroyed all the same."""
-        traced = sd.traced(machine)
         driver = sd.faulty(traced, "cuGraphExecDestroy", result="CUDA_ERROR_UNKNOWN")
         with sa.Device(0, driver=driver).create_stream() as stream:
             with stream.capture() as graph:

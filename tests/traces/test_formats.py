@@ -333,12 +333,10 @@ class TestPyTorch:
 
 
 class TestCalls:
-    def test_what_a_program_did(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
+    def test_what_a_program_did(self, traced: Any, device: sa.Device) -> None:
         with sa.MemoryPool(device) as pool, device.create_stream() as one, device.create_stream() as two:
             before = pool.allocate(64, one)
-            driver.calls.clear()
+            traced.calls.clear()
             first = pool.allocate(4096, one)
             second = sa.allocate(100, two)
             pool.allocate(0, one).free()
@@ -347,7 +345,7 @@ class TestCalls:
             before.free()
             with pytest.raises(sa.OutOfMemoryError):
                 pool.allocate(1 << 50, one)
-            trace = traces.from_calls(driver.calls)
+            trace = traces.from_calls(traced.calls)
             two.synchronize()
         shown = [event[:5] for event in trace.events]
         assert [one for one in shown if one[2]] == [

@@ -213,19 +213,17 @@ class TestOurs:
             assert pool.statistics().used == 0
 
     @pytest.mark.parametrize("name", [name for name, entry in ALLOCATORS.items() if not entry.other])
-    def test_frees_on_other_streams_are_in_order(self, machine: Any, name: str) -> None:
-        checked = sd.checked(machine)
+    def test_frees_on_other_streams_are_in_order(self, checker: Any, name: str) -> None:
         crossing = [(7 * step, 1000 * step, step % 2) for step in range(1, 40)]
         trace = trace_of(*crossing, *((number, size, 1 - stream) for number, size, stream in crossing))
-        traces.replay(trace, name, sa.Device(0, driver=checked), rounds=1)
-        assert checked.hazards == []
+        traces.replay(trace, name, sa.Device(0, driver=checker), rounds=1)
+        assert checker.hazards == []
 
-    def test_nothing_stays(self, machine: Any) -> None:
-        driver = sd.checked(machine)
+    def test_nothing_stays(self, checker: Any) -> None:
         for name in ("pool", "cached", "raw"):
-            traces.replay(trace_of((0, 20 * MiB), (1, 100, 1)), name, sa.Device(0, driver=driver), rounds=1)
-        sa.Device(0, driver=driver).synchronize()
-        driver.assert_nothing_left()
+            traces.replay(trace_of((0, 20 * MiB), (1, 100, 1)), name, sa.Device(0, driver=checker), rounds=1)
+        sa.Device(0, driver=checker).synchronize()
+        checker.assert_nothing_left()
 
     def test_empty_trace(self, device: sa.Device) -> None:
         found = traces.replay(Trace(()), "pool", device, rounds=1)

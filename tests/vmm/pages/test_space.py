@@ -146,9 +146,8 @@ class TestLimits:
 
 class TestClosing:
     @pytest.mark.parametrize("how", ["arena first", "spaces first", "drop"])
-    def test_nothing_is_left(self, machine: Any, how: str) -> None:
-        checked = sd.checked(machine)
-        arena = vmm.PageArena(sa.Device(0, driver=checked))
+    def test_nothing_is_left(self, checker: Any, how: str) -> None:
+        arena = vmm.PageArena(sa.Device(0, driver=checker))
         one, other = arena.space(PAGES * PAGE), arena.space(4 * PAGE)
         one.commit(range(5))
         other.alias(range(2), one, range(2))
@@ -169,9 +168,9 @@ class TestClosing:
             assert settled(arena) == (0, 0, 0)
         del arena, one, other
         gc.collect()
-        sa.Device(0, driver=checked).synchronize()
+        sa.Device(0, driver=checker).synchronize()
         end_what_was_dropped()
-        assert set(checked.outstanding()) <= {"event"}
+        assert set(checker.outstanding()) <= {"event"}
 
     def test_representations(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
         assert "16 pages of 2 MiB" in repr(space) and "0 spare" in repr(arena)
