@@ -21,7 +21,7 @@ from streamalloc.core.internal import Deferred, deferred_queue
 from streamalloc.core.session import Session
 from streamalloc.driver import set_default
 from streamalloc.driver.internal import default_of_threads
-from tests.processes import eventually
+from tests.support import eventually
 
 MARK = "left behind by "
 SECONDS = 1.0

@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
@@ -66,16 +65,6 @@ def start_quickly(function: Callable[..., None], *args: Any) -> Any:
     process = forkserver.Process(target=function, args=args, daemon=True)
     process.start()
     return process
-
-
-def eventually(holds: Callable[[], object], within: float = 5.0) -> bool:
-    """Whether ``holds()`` becomes true within so many seconds."""
-    end = time.monotonic() + within
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.0005)
-    return True
 
 
 # --- programs

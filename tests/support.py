@@ -93,16 +93,21 @@ def shows(memory: sa.Memory, seed: int) -> bool:
     return bool(np.array_equal(read(memory), pattern(memory.nbytes, seed)))
 
 
-def executed(stream: sa.Stream, within: float = 10.0) -> bool:
-    """Whether the stream's work is done within so many seconds. A query is no synchronisation, so pools do not observe
-    completed frees.
-    """
+def eventually(holds: Callable[[], object], within: float = 5.0) -> bool:
+    """Whether ``holds()`` becomes true within so many seconds."""
     end = time.monotonic() + within
-    while not stream.query():
+    while not holds():
         if time.monotonic() > end:
             return False
         time.sleep(0.0005)
     return True
+
+
+def executed(stream: sa.Stream, within: float = 10.0) -> bool:
+    """Whether the stream's work is done within so many seconds. A query is no synchronisation, so pools do not observe
+    completed frees.
+    """
+    return eventually(stream.query, within)
 
 
 def pending(stream: sa.Stream) -> bool:

@@ -24,8 +24,8 @@ from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.testing import Gate
 from tests.checker.corpus import PAGE, SIZE, Bench
-from tests.processes import Partner, There, eventually
-from tests.support import KEEP
+from tests.processes import Partner, There
+from tests.support import KEEP, eventually
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS | cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR

@@ -18,8 +18,7 @@ from streamalloc.cli import main
 from streamalloc.cli import serve as serving
 from tests.cli.conftest import Run
 from tests.ipc.store import test_files
-from tests.processes import eventually
-from tests.support import read
+from tests.support import eventually, read
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from streamalloc.core.internal import Deferred, deferred_queue
 from streamalloc.core.session import members, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.testing import Faults, Gate, settle
-from tests.processes import eventually
-from tests.support import MiB, each_raises, executed, in_threads, names, pending
+from tests.support import MiB, each_raises, eventually, executed, in_threads, names, pending
 
 ENDS: dict[str, Callable[[sa.Stream], Any]] = {
     "a stream": lambda stream: [stream],

@@ -21,6 +21,7 @@ from typing import Any
 
 from tests.facts.enums import BLOCKING, INTERPROCESS, TIMED, UNTIMED
 from tests.facts.support import UINT64_MAX, MiB, Rig, said, value
+from tests.support import eventually
 
 _STEP = re.compile(r"(.*?)(?: @(!?)([\d.]+))?(?: =([\d.]+)(?:/([\d.]+))?(?:\^([\d.]+)/([\d.]+))?)?")
 
@@ -103,9 +104,7 @@ class Program:
 
     def do_reached(self, event: str) -> None:
         """Wait without synchronising."""
-        end = time.monotonic() + 5
-        while said(self.rig.raw.cuEventQuery(self.event(event))) == "NOT_READY" and time.monotonic() < end:
-            time.sleep(0.001)
+        eventually(lambda: said(self.rig.raw.cuEventQuery(self.event(event))) != "NOT_READY")
         time.sleep(0.05)
 
     def do_end(self, stream: str) -> None:

@@ -22,6 +22,7 @@ import pytest
 
 from streamalloc.driver.bindings import BINDINGS_VERSION, check_readable
 from tests.facts.enums import DEVICE, FABRIC, LEGACY, NO_HANDLE, NON_BLOCKING, PINNED, POSIX_FD, UNTIMED
+from tests.support import eventually
 
 MiB = 1 << 20
 # What physical memory, address ranges and mappings are multiples of: the granularity, which is the same for all.
@@ -470,12 +471,7 @@ class Rig(Things):
 
     def executed(self, stream: Any, within: float = 5.0) -> bool:
         """Whether all work of the stream executes within a time; looking is no synchronisation."""
-        end = time.monotonic() + within
-        while self.query(stream) == "NOT_READY":
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.0005)
-        return self.query(stream) == "SUCCESS"
+        return eventually(lambda: self.query(stream) != "NOT_READY", within) and self.query(stream) == "SUCCESS"
 
     def synchronize(self) -> None:
         value(self.raw.cuCtxSynchronize())

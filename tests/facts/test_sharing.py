@@ -12,7 +12,8 @@ import pytest
 
 from tests.facts.enums import DEVICE, FABRIC, HOST_NUMA, POSIX_FD, READWRITE, UNTIMED
 from tests.facts.support import COUNTERS, PAGE, REUSE_POLICIES, UINT64_MAX, MiB, Rig, said, value
-from tests.processes import FD, OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, eventually, opaque
+from tests.processes import FD, OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
+from tests.support import eventually
 
 INTERPROCESS = 4
 LAZY_ENABLE_PEER_ACCESS = 1

@@ -14,7 +14,7 @@ from streamalloc.simulator import DeadlockError
 from tests.facts.enums import DEVICE, HOST, HOST_NUMA, LEGACY, NON_BLOCKING, TIMED
 from tests.facts.pool_programs import Program
 from tests.facts.support import PAGE, UNRESERVED, Rig, said, value
-from tests.support import in_threads
+from tests.support import eventually, in_threads
 
 
 class TestCreation:
@@ -130,10 +130,7 @@ class TestWaiting:
         time.sleep(0.01)
         assert seen.value == 0
         gate.open()
-        end = time.monotonic() + 5
-        while seen.value == 0 and time.monotonic() < end:
-            time.sleep(0.0005)
-        assert seen.value == 5
+        assert eventually(lambda: seen.value == 5)
 
     @pytest.mark.parametrize("call", ["cuStreamSynchronize", "cuEventSynchronize"])
     def test_synchronize_waits(self, rig: Rig, call: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.testing import Gate, settle
-from tests.processes import SECONDS, There, eventually
-from tests.support import KEEP, MiB, executed, filled, shows
+from tests.processes import SECONDS, There
+from tests.support import KEEP, MiB, eventually, executed, filled, shows
 
 T = TypeVar("T")
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR

@@ -7,8 +7,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from tests.processes import Partner, eventually
-from tests.support import MiB, each_raises, filled
+from tests.processes import Partner
+from tests.support import MiB, each_raises, eventually, filled
 
 SIZE = MiB
 

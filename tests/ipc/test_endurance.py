@@ -13,8 +13,8 @@ from streamalloc.core.deferred import deferred_queue, work
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.pool.ending import PoolEnd
 from tests.ipc.support import POSIX, at_once, hold, make_buffer, make_growable, make_pool, no_more, state, state_there
-from tests.processes import SECONDS, Partner, There, eventually
-from tests.support import MiB, executed
+from tests.processes import SECONDS, Partner, There
+from tests.support import MiB, eventually, executed
 
 SIZE = 4096
 

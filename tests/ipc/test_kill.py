@@ -10,8 +10,8 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from tests.ipc.support import POSIX, make_buffer, make_growable, make_pool, shared_pool
-from tests.processes import Partner, There, eventually, holds_there
-from tests.support import MiB, executed, filled, holds, shows
+from tests.processes import Partner, There, holds_there
+from tests.support import MiB, eventually, executed, filled, holds, shows
 
 Another = Callable[[], Partner]
 MOST = 60

@@ -18,8 +18,8 @@ from streamalloc import ipc, vmm
 from streamalloc.ipc import multiprocess
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, Chosen, received, shared_pool
-from tests.processes import SECONDS, eventually
-from tests.support import MiB, each_raises, filled, holds, read, shows
+from tests.processes import SECONDS
+from tests.support import MiB, each_raises, eventually, filled, holds, read, shows
 
 SIZE = 1 << 16
 Fill = Callable[[int], sa.Buffer]

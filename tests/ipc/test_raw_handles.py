@@ -24,8 +24,8 @@ from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import PAGE, POSIX, shared_pool
-from tests.processes import FD, Descriptor, Kept, Opaque, Peer, eventually, finished, in_a_child
-from tests.support import MiB, Replaced, each_raises, holds
+from tests.processes import FD, Descriptor, Kept, Opaque, Peer, finished, in_a_child
+from tests.support import MiB, Replaced, each_raises, eventually, holds
 
 GUIDE = Path(__file__).parents[2] / "notebooks/docs/guides/handles.md"
 WRONG_LENGTH = re.compile("has 64 bytes, not 3")

@@ -18,8 +18,7 @@ from streamalloc.ipc.exporter.exports import exports_of
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, PlainMemory, again, shared_pool
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
-from tests.processes import eventually
-from tests.support import end_what_was_dropped
+from tests.support import end_what_was_dropped, eventually
 
 CLASSES: list[type] = [ipc.ImportedArray, ipc.ImportedBuffer, ipc.ImportedPool, ipc.ImportedRange, ipc.Shared]
 FABRIC = sa.MemHandleType.FABRIC

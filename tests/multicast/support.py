@@ -8,8 +8,7 @@ import streamalloc as sa
 from streamalloc import multicast, vmm
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.session import Session
-from tests.processes import eventually
-from tests.support import MiB
+from tests.support import MiB, eventually
 
 PAGE = 2 * MiB
 TEAM = 4

@@ -24,8 +24,8 @@ from streamalloc.multicast.setup.rank_group import RankGroup, rank_at_fault
 from tests.ipc.support import state
 from tests.multicast.ranks import Crew, Meddled, Rank
 from tests.multicast.support import all_ended
-from tests.processes import Partner, There, eventually
-from tests.support import Account, collect_and_freeze, open_descriptors
+from tests.processes import Partner, There
+from tests.support import Account, collect_and_freeze, eventually, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("driver calls are made to fail, and multicast objects are made")
 

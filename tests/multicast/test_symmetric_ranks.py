@@ -16,8 +16,7 @@ from streamalloc.multicast.setup.plan import CHANNELS
 from streamalloc.testing import multimem_st
 from tests.multicast.ranks import Crew, Meddled, Rank, reaches_all
 from tests.multicast.support import all_ended
-from tests.processes import eventually
-from tests.support import executed, read
+from tests.support import eventually, executed, read
 
 pytestmark = pytest.mark.simulated_only("the ranks are threads, each with a machine of its own")
 

@@ -14,7 +14,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.observing import live, live_view
-from tests.support import MiB, each_raises
+from tests.support import MiB, each_raises, eventually
 
 
 class Screen:
@@ -23,13 +23,6 @@ class Screen:
     def __init__(self) -> None:
         self.shown: list[Any] = []
         self.ended = 0
-
-
-def until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +89,10 @@ class TestTerminal:
     def test_follows_the_pools(self, terminal: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with live(pool, every=0.005) as view:
             running = [view.running]
-            until(lambda: bool(terminal.shown))
+            assert eventually(lambda: bool(terminal.shown), 10)
             with pool.allocate(3 * MiB, stream):
-                until(lambda: "3.0 MiB" in terminal.shown[-1][0][1])
-            until(lambda: " 0.0 MiB" in terminal.shown[-1][0][1])
+                assert eventually(lambda: "3.0 MiB" in terminal.shown[-1][0][1], 10)
+            assert eventually(lambda: " 0.0 MiB" in terminal.shown[-1][0][1], 10)
         assert terminal.ended == 1 and [*running, view.running] == [True, False]
         view.stop()
         assert terminal.ended == 1
@@ -111,8 +104,8 @@ class TestTerminal:
         with live(every=0.005):
             with sa.MemoryPool(device) as other:
                 handle = f"{other.handle:#x}"
-                until(lambda: any(handle in row[0] for shown in terminal.shown[-1:] for row in shown))
-            until(lambda: not any(handle in row[0] for row in terminal.shown[-1]))
+                assert eventually(lambda: any(handle in row[0] for shown in terminal.shown[-1:] for row in shown), 10)
+            assert eventually(lambda: not any(handle in row[0] for row in terminal.shown[-1]), 10)
 
     def test_pools_that_are_closed_while_it_looks(self, terminal: Screen, device: sa.Device) -> None:
         with live(every=0.0005):
@@ -125,7 +118,7 @@ class TestTerminal:
     def test_a_lost_terminal(self, terminal: Screen, monkeypatch: pytest.MonkeyPatch, pool: sa.MemoryPool) -> None:
         view = live(pool, every=0.001).start()
         monkeypatch.setattr(terminal, "shown", None)
-        until(lambda: not view.running)
+        assert eventually(lambda: not view.running, 10)
         assert repr(view) == "<LiveView, stopped>"
         each_raises(AttributeError, view.stop)
         assert terminal.ended == 1
@@ -156,7 +149,7 @@ class TestTerminal:
 
 def test_a_notebook_updates_one_output(notebook: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:
     with live(pool, every=0.005), pool.allocate(5 * MiB, stream):
-        until(lambda: bool(notebook.shown) and "5.0 MiB of 32.0 MiB" in notebook.shown[-1])
+        assert eventually(lambda: bool(notebook.shown) and "5.0 MiB of 32.0 MiB" in notebook.shown[-1], 10)
 
 
 def test_arguments(pool: sa.MemoryPool) -> None:

@@ -18,8 +18,7 @@ import streamalloc as sa
 from streamalloc import CachingAllocator, ipc, vmm
 from streamalloc.interop.loans import borrow, form
 from tests.ipc.support import POSIX
-from tests.processes import eventually
-from tests.support import Account, MiB, in_threads
+from tests.support import Account, MiB, eventually, in_threads
 from tests.vmm.test_lifetime import everything
 
 Objects = list[Any]

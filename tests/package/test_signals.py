@@ -26,8 +26,7 @@ from tests.interrupting import Interrupt, lost_one, since_3_11
 from tests.ipc.store.support import write
 from tests.ipc.support import POSIX, shared_pool
 from tests.package.test_sweeps import without_listener
-from tests.processes import eventually
-from tests.support import MiB, end_what_was_dropped, sampled
+from tests.support import MiB, end_what_was_dropped, eventually, sampled
 
 PAGE = 2 * MiB
 SAMPLE = 8

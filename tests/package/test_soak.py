@@ -21,8 +21,8 @@ import streamalloc as sa
 from streamalloc import CachingAllocator, ipc, vmm
 from streamalloc.cli.terminal import Terminal
 from tests.ipc.support import PAGE, POSIX, shared_pool, state
-from tests.processes import Partner, There, eventually
-from tests.support import MiB, end_what_was_dropped
+from tests.processes import Partner, There
+from tests.support import MiB, end_what_was_dropped, eventually
 
 SOAK = float(os.environ.get("STREAMALLOC_SOAK_SECONDS", "60"))
 SEED = int(os.environ.get("STREAMALLOC_SOAK_SEED", "0"))

@@ -30,8 +30,8 @@ import streamalloc.driver as sd
 from streamalloc import CachingAllocator, interop, ipc, multicast, observing, vmm
 from streamalloc.driver.account import ENDERS
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
-from tests.processes import eventually, fork
-from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, public_names, read, sampled
+from tests.processes import fork
+from tests.support import GROWTH, MiB, end_what_was_dropped, eventually, in_a_thread, public_names, read, sampled
 
 PAGE = 2 * MiB
 DATA = np.zeros(3 * PAGE, np.uint8)

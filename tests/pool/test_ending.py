@@ -12,8 +12,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.ending import pools_of
 from streamalloc.testing import Gate
-from tests.processes import eventually
-from tests.support import KEEP, MiB, each_raises, names
+from tests.support import KEEP, MiB, each_raises, eventually, names
 
 DESTROY = "cuMemPoolDestroy"
 

@@ -16,8 +16,7 @@ from streamalloc.pool import plain as of_plain
 from streamalloc.pool.internal import OnceIdle
 from streamalloc.testing import Faults, Gate, settle
 from tests.interrupting import Interrupt, Interrupted
-from tests.processes import eventually
-from tests.support import MiB, each_raises, holds
+from tests.support import MiB, each_raises, eventually, holds
 
 KINDS: dict[str, Callable[[sa.Device], sa.PlainMemory]] = {
     "device": sa.PlainMemory,

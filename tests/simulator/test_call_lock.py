@@ -25,8 +25,8 @@ from streamalloc.simulator import BrokenMachineError, call_lock
 from tests.facts.support import MiB, Rig
 from tests.facts.support import value as ok
 from tests.interrupting import since_3_11
-from tests.processes import eventually
 from tests.simulator.support import in_a_call, new_rig
+from tests.support import eventually
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 

@@ -17,8 +17,8 @@ from streamalloc.driver.bindings import cuda, runtime
 from tests.facts.enums import DEVICE, READ
 from tests.facts.support import PAGE, Rig
 from tests.facts.support import value as ok
-from tests.processes import eventually
 from tests.simulator.support import new_rig
+from tests.support import eventually
 
 pytestmark = pytest.mark.resets_contexts  # and has kernels of the simulated driver
 

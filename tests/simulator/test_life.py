@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import pytest
 
@@ -14,7 +13,7 @@ from tests.facts.support import MiB
 from tests.facts.support import value as ok
 from tests.processes import finished, fork, python
 from tests.simulator.support import mappings, new_rig
-from tests.support import KEEP, bytecodes, in_a_thread, open_descriptors
+from tests.support import KEEP, bytecodes, eventually, in_a_thread, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -35,10 +34,7 @@ def test_forgotten_machines_give_everything_back() -> None:
     for _ in range(100):
         use()
     assert open_descriptors() <= files
-    deadline = time.monotonic() + 60
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert threading.active_count() <= threads
+    assert eventually(lambda: threading.active_count() <= threads, 60)
     assert mappings() <= maps
 
 

@@ -15,7 +15,7 @@ from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, said, value
 from tests.facts.test_sharing import imported, owner_of_a_pool
 from tests.processes import FABRIC_HANDLE, FD, OPAQUE_BYTES, Descriptor, Kept, Opaque, Peer, bytes_of, opaque
 from tests.simulator.support import mappings, new_rig
-from tests.support import bytecodes, in_a_thread
+from tests.support import bytecodes, eventually, in_a_thread
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -425,13 +425,8 @@ class TestWhatIsLeft:
         for _ in range(20):
             use()
         gc.collect()
-        deadline = time.monotonic() + 5  # a machine with work in progress closes once that is done
-        while time.monotonic() < deadline:
-            now = len(descriptors()), mappings()
-            if now[0] <= before[0] and now[1] <= before[1]:  # machines of other tests may close late
-                return
-            time.sleep(0.005)
-        assert now == before
+        # A machine with work in progress closes once that is done, and those of other tests may close late.
+        assert eventually(lambda: len(descriptors()) <= before[0] and mappings() <= before[1])
 
 
 @in_a_thread

@@ -19,8 +19,8 @@ from streamalloc.ipc.wire.descriptor import Descriptor, Flags
 from streamalloc.testing import Gate, settle
 from tests.ipc.exporter.test_foreign import Array, open_pickled
 from tests.ipc.support import PAGE, POSIX
-from tests.processes import Partner, eventually
-from tests.support import MiB, each_raises, filled
+from tests.processes import Partner
+from tests.support import MiB, each_raises, eventually, filled
 
 BLOCK = 2 * MiB
 

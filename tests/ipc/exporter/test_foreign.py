@@ -15,8 +15,8 @@ from streamalloc import ipc, vmm
 from streamalloc.ipc.wire.descriptor import Mechanism
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import PAGE, POSIX, busy, hold, idle, make_buffer, make_pool, release
-from tests.processes import Partner, There, eventually, holds_there
-from tests.support import MiB, each_raises, pattern, read
+from tests.processes import Partner, There, holds_there
+from tests.support import MiB, each_raises, eventually, pattern, read
 
 BLOCK = 2 * MiB
 

@@ -15,8 +15,8 @@ from streamalloc.ipc.importer.imports import ImportUse
 from streamalloc.testing import Gate
 from tests.ipc import support as steps
 from tests.ipc.support import POSIX, shared_pool, uses
-from tests.processes import SECONDS, Partner, There, eventually
-from tests.support import KEEP, MiB, Replaced, executed, filled, holds, names, pending
+from tests.processes import SECONDS, Partner, There
+from tests.support import KEEP, MiB, Replaced, eventually, executed, filled, holds, names, pending
 
 SIZE = 1 << 16
 

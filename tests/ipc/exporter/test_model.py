@@ -13,8 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from tests.ipc.support import again, shared_pool
-from tests.processes import eventually
-from tests.support import each_raises, end_what_was_dropped, holds, workout
+from tests.support import each_raises, end_what_was_dropped, eventually, holds, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 

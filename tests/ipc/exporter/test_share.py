@@ -13,8 +13,8 @@ from tests.ipc import kinds
 from tests.ipc import support as steps
 from tests.ipc.kinds import Made, closing, range_view, several_chunks
 from tests.ipc.support import PAGE, POSIX, shared_pool
-from tests.processes import Kept, Partner, There, eventually, holds_there
-from tests.support import MiB, each_raises, filled, holds, shows
+from tests.processes import Kept, Partner, There, holds_there
+from tests.support import MiB, each_raises, eventually, filled, holds, shows
 
 
 def memory(nbytes: int, device: sa.Device) -> vmm.PhysicalMemory:

@@ -16,8 +16,8 @@ from streamalloc import ipc, vmm
 from streamalloc.testing import Gate
 from tests.ipc import support as steps
 from tests.ipc.support import POSIX, uses
-from tests.processes import Kept, Partner, There, eventually, fork
-from tests.support import MiB, executed, filled, in_threads, pending, shows
+from tests.processes import Kept, Partner, There, fork
+from tests.support import MiB, eventually, executed, filled, in_threads, pending, shows
 
 SIZE = 1 << 16
 Another = Callable[[], Partner]

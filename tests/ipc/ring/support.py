@@ -14,8 +14,8 @@ from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.pool.ending import PoolEnd
 from tests.ipc.support import make_pool, shared_pool, state
-from tests.processes import SECONDS, Partner, There, eventually
-from tests.support import filled, shows
+from tests.processes import SECONDS, Partner, There
+from tests.support import eventually, filled, shows
 
 SIZE = 64 * 1024
 

@@ -23,8 +23,8 @@ from streamalloc.testing import Gate
 from tests.ipc.ring import support as steps
 from tests.ipc.ring.support import SIZE
 from tests.ipc.support import hold, no_more, release, state, synchronize
-from tests.processes import SECONDS, Partner, There, eventually, holds_there, in_a_child
-from tests.support import each_raises, executed, pending, soon
+from tests.processes import SECONDS, Partner, There, holds_there, in_a_child
+from tests.support import each_raises, eventually, executed, pending, soon
 
 
 class TestClose:

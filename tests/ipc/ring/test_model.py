@@ -17,8 +17,8 @@ from streamalloc import ipc
 from streamalloc.ipc import Ring
 from tests.ipc.ring.support import settled
 from tests.ipc.support import refusing, shared_pool
-from tests.processes import SECONDS, eventually
-from tests.support import each_raises, end_what_was_dropped, workout
+from tests.processes import SECONDS
+from tests.support import each_raises, end_what_was_dropped, eventually, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 

@@ -22,8 +22,8 @@ from streamalloc.ipc.store import writing
 from streamalloc.ipc.store.protocol import Connection, socket_path
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
-from tests.processes import Partner, There, environment, eventually, in_a_child
-from tests.support import MiB, each_raises, holds
+from tests.processes import Partner, There, environment, in_a_child
+from tests.support import MiB, each_raises, eventually, holds
 
 Another = Callable[[], Partner]
 KEYS = ("a", "b/c")

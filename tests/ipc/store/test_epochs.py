@@ -15,8 +15,8 @@ from streamalloc.ipc.transport.channel import sealed_file
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.ipc.store.test_wire import ABOUT, FLAGS
-from tests.processes import Partner, There, eventually
-from tests.support import MiB, Replaced, each_raises, holds, names, read
+from tests.processes import Partner, There
+from tests.support import MiB, Replaced, each_raises, eventually, holds, names, read
 
 PAGE = 2 * MiB
 

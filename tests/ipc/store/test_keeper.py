@@ -24,8 +24,8 @@ from streamalloc.ipc.store.protocol import socket_path
 from streamalloc.ipc.transport.channel import read_file, sealed_file
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
-from tests.processes import environment, eventually
-from tests.support import MiB, holds
+from tests.processes import environment
+from tests.support import MiB, eventually, holds
 
 SUPERVISOR = """
 import os, sys, time

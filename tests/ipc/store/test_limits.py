@@ -13,8 +13,8 @@ from streamalloc import ipc
 from streamalloc.ipc.store import writing
 from tests.ipc.store.support import write
 from tests.ipc.transport.test_communicator import Board, Plain
-from tests.processes import Partner, There, eventually
-from tests.support import MiB, each_raises, holds, in_threads
+from tests.processes import Partner, There
+from tests.support import MiB, each_raises, eventually, holds, in_threads
 
 Serve = Callable[..., ipc.Store]
 

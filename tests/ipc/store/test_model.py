@@ -18,8 +18,7 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.testing import Gate
 from tests.ipc.support import refusing
-from tests.processes import eventually
-from tests.support import MiB, each_raises, end_what_was_dropped, holds, workout
+from tests.support import MiB, each_raises, end_what_was_dropped, eventually, holds, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 

@@ -20,8 +20,7 @@ from streamalloc.ipc.store.protocol import Connection, encode
 from streamalloc.ipc.transport import channel as transport
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
-from tests.processes import eventually
-from tests.support import each_raises, holds
+from tests.support import each_raises, eventually, holds
 
 BEGIN: dict[str, Any] = {"replace": False, "like": False, "reuse": False}
 FLAGS: dict[str, Any] = {"prepare": False, "keep": False, "same": False}

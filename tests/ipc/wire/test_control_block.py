@@ -20,8 +20,8 @@ from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, ControlBlock, ImporterWords, ReadyWord
 from streamalloc.testing import Gate
 from tests.ipc.support import again, make_held, opened_by
-from tests.processes import Partner, eventually
-from tests.support import MiB, Replaced, captured, executed
+from tests.processes import Partner
+from tests.support import MiB, Replaced, captured, eventually, executed
 
 pytestmark = [pytest.mark.simulated_only("several drivers in one process, which stand for several processes")]
 

@@ -24,8 +24,7 @@ from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire import control_block
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, WORD
 from tests.ipc.support import opened_by, shared_pool
-from tests.processes import eventually
-from tests.support import end_what_was_dropped, executed
+from tests.support import end_what_was_dropped, eventually, executed
 
 pytestmark = [pytest.mark.simulated_only("several drivers in one process, which stand for several processes")]
 

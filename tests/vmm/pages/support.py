@@ -7,8 +7,7 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import vmm
-from tests.processes import eventually
-from tests.support import names, read
+from tests.support import eventually, names, read
 from tests.vmm.support import PAGE
 
 

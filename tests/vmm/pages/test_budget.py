@@ -15,8 +15,8 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Faults
-from tests.processes import Partner, There, eventually
-from tests.support import each_raises, in_threads
+from tests.processes import Partner, There
+from tests.support import each_raises, eventually, in_threads
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import settled
 from tests.vmm.support import PAGE

@@ -10,8 +10,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.vmm.stores.pinned import Pinning
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
-from tests.processes import eventually
-from tests.support import end_what_was_dropped, read
+from tests.support import end_what_was_dropped, eventually, read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill
 from tests.vmm.support import PAGE

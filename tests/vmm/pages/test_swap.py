@@ -20,8 +20,7 @@ from streamalloc.core.internal import Deferred, Fence, deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.stores import disk_file
-from tests.processes import eventually
-from tests.support import each_raises, names, pending, read, soon
+from tests.support import each_raises, eventually, names, pending, read, soon
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import commit_filled, fill, settled, values
 from tests.vmm.stores.test_disk import deleted

@@ -21,8 +21,7 @@ from streamalloc.vmm.stores import host as stores
 from streamalloc.vmm.stores import pinned as ways
 from streamalloc.vmm.stores.blocks import Chunk
 from streamalloc.vmm.stores.pinned import host_segments
-from tests.processes import eventually
-from tests.support import KEEP, Account, MiB, NoHostMemory, each_raises, filled, names, pattern, read, shows
+from tests.support import KEEP, Account, MiB, NoHostMemory, each_raises, eventually, filled, names, pattern, read, shows
 from tests.vmm.support import HOST, READWRITE
 
 PIECE = 1 << 20
