@@ -464,6 +464,7 @@ def handed_over(s: Scene, ordered: bool, make: str, place: str) -> None:
     """One stream's kernel makes what another one's uses."""
     tensor = s.torch.empty(s.first) if place == "a block" else int(s.driver.cuMemAlloc(MiB)[1])
     s.driver.launch(make, s.first, tensor)  # made
+    s.driver.launch(FILL, s.first, (1 << 47) - 16)  # memory above all blocks
     if ordered:
         s.order(s.first, s.side)
     s.driver.launch("consume", s.side, 1 << 40, tensor)  # consumed
