@@ -281,7 +281,7 @@ class Blocks:
             end = event.address + event.nbytes
             if address >= end:
                 return None
-            previous = [one for one in self._gone.overlapping(event.address, end) if one.ended is not None]
+            previous = self._gone.overlapping(event.address, end)
             for one in previous:
                 self._gone.remove(one)
             is_fresh = event.time > self._known_from
@@ -349,17 +349,15 @@ class Blocks:
         judge, clock, previous = self._state.judge, Clock(use.clock), block.previous
         block.previous = []
         for old in previous:
+            assert old.ended is not None
             for one in old.last.values():
-                ended = old.ended
                 if one.actor is use.stream or judge.timeline.order(clock, one.actor.number, one.time) == CERTAIN:
-                    continue
-                if ended is None:
                     continue
                 access = use.access(write=True)
                 what = f"{old} is dropped and given to its next owner, but nothing orders {access} after {one}."
                 remedy = f"call record_stream with {one.actor.short} before the last reference is dropped; otherwise, "
                 remedy += judge.missing_order(one, use.stream)
-                judge.report("free racing a use", what, remedy, old, ended.stack, used=one.stack, reused=use.place)
+                judge.report("free racing a use", what, remedy, old, old.ended.stack, used=one.stack, reused=use.place)
 
 
 _time = attrgetter("time")
