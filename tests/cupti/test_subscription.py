@@ -261,6 +261,17 @@ def test_an_answer_is_as_wide_as_its_type() -> None:
         assert how is not None and how.answer(ctypes.addressof(arguments), 0)[1] == value
 
 
+def test_a_number_that_the_enum_of_a_field_lacks_is_0() -> None:
+    props = cuda.CUmemAllocationProp()
+    props.location.id = 3
+    ctypes.c_int.from_address(int(props.getPtr())).value = 99  # the type
+    memory, kept = encode("cuMemCreate", (4096, props, 0), (0, 7))
+    how = layout("cuMemCreate")
+    assert how is not None and kept
+    _, read, _ = how.arguments(ctypes.addressof(memory))
+    assert (read.type, read.location.id) == (0, 3)
+
+
 def test_functions_are_followed_in_the_version_that_the_bindings_call() -> None:
     versions = {
         "cuMemAlloc": ("cuMemAlloc", "cuMemAlloc_v2"),
