@@ -289,6 +289,7 @@ class TestOtherGenerations:
     def test_error_that_the_driver_does_not_know(self, altered: Altered) -> None:
         raw = altered.rig(error_strings={"CUDA_ERROR_TIMEOUT": None, "CUDA_ERROR_UNKNOWN": "no idea"}).raw
         assert said(raw.cuGetErrorString(raw.CUresult.CUDA_ERROR_TIMEOUT)) == "INVALID_VALUE"
+        assert said(raw.cuGetErrorName(12345)) == "INVALID_VALUE"  # a code of no bindings
         assert value(raw.cuGetErrorString(raw.CUresult.CUDA_ERROR_UNKNOWN)) == b"no idea"
 
 
