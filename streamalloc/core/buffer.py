@@ -596,28 +596,28 @@ class PoolBuffer(Buffer):
         if unusable():
             return
         exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator.free_function, stream._dropping
-        mode = GLOBAL
+        mode, result = GLOBAL, 0
         # While the list has an entry, a close of the stream on another thread does not destroy the driver's stream. So
         # the entry is made before the handle is read. Only the number of entries counts.
         dropping.append(None)
         try:
             failed, mode = exchange(RELAXED)
-            handle = stream.unlent or stream._ready_to_drop()
+            handle = None if failed else stream.unlent or stream._ready_to_drop()
             if failed:
                 mode = GLOBAL
             elif handle is not None:
-                failed = free(ptr, handle)[0]
+                result = free(ptr, handle)[0]
         finally:
             exchange(mode)
             dropping.pop()
-        if failed:
-            error = error_from(failed, "cuMemFreeAsync")
+        if result:
+            error = error_from(result, "cuMemFreeAsync")
             # In a capture, the driver returns the same error for memory that no longer exists and for memory that is
             # not the graph's. So the error is final only outside of a capture.
             if is_gone(error) and not session.cuStreamIsCapturing(handle)[1]:
                 _warn_not_freed(ptr, error)
                 return
-        if handle is None or failed:
+        if handle is None or result:
             deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
 

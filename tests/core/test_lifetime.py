@@ -41,7 +41,7 @@ class TestGarbage:
     @pytest.mark.parametrize("nth", [1, 2])
     def test_a_refused_mode(self, faults: Any, checker: Any, pool: sa.MemoryPool, stream: sa.Stream, nth: int) -> None:
         """It is made later, or was made already; a finaliser has nobody to raise to."""
-        faults.fail("cuThreadExchangeStreamCaptureMode", nth, result="CUDA_ERROR_UNKNOWN")
+        faults.fail("cuThreadExchangeStreamCaptureMode", nth, result="CUDA_ERROR_INVALID_VALUE")
         pool.allocate(64, stream)
         assert faults.failed == ["cuThreadExchangeStreamCaptureMode"]
         end_what_was_dropped()
