@@ -402,8 +402,8 @@ class Buffer(Memory, Closes):
             Another process has the buffer open, or may still open it: with ``"raise"`` at once, with ``"wait"`` after
             ``timeout`` seconds. The buffer stays valid.
         TypeError, ValueError
-            ``stream`` is not a stream or belongs to another driver, ``still_imported`` is another text, or
-            ``timeout`` is negative or no number.
+            ``stream`` is not a stream or belongs to another driver, ``still_imported`` is another text, or,
+            with ``"wait"``, ``timeout`` is negative or no number.
         """
         ordered = self._stream if stream is None else as_stream(stream, self._stream._session)
         handle, free = ordered.direct or ordered.ready(), self._allocator.free_function
@@ -477,7 +477,7 @@ class Buffer(Memory, Closes):
     def _free_checked(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
         if still_imported not in _POLICIES:
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
-        if timeout is not None:
+        if timeout is not None and still_imported == "wait":
             checked_seconds("timeout", timeout)
         if self.freed:
             self._live()
