@@ -254,6 +254,8 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         # A deferred item on another thread may be freeing memory on the stream: without the lock, the capture would
         # record the free.
         with self._origin._in_use:
+            if self._origin.closed:  # Another thread has closed the stream meanwhile.
+                raise ClosedError(f"{self._origin!r} was closed")
             # Set before the call: if a signal handler raises when the call returns, `__exit__` still ends the capture.
             self._begun = True
             try:

@@ -623,10 +623,10 @@ class OwnStream(Stream):
     def _close(self) -> None:
         if self._closed:
             return
-        self.refuse_capture("cuStreamDestroy", "end the capture first")
         with self._in_use:
             if self.closed:  # Another thread has closed the stream meanwhile.
                 return
+            self.refuse_capture("cuStreamDestroy", "end the capture first")
             for item in tuple(self.endings):
                 # If the driver refuses, the deferred queue attempts the item again later.
                 with contextlib.suppress(CudaError):
@@ -913,9 +913,10 @@ class LibraryStream(Stream):
         return self._closed
 
     def _close(self) -> None:
-        if self._capture is not None:
-            raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
-        self._end_use()
+        with self._in_use:
+            if self._capture is not None:
+                raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
+            self._end_use()
 
     def _end_use(self) -> None:
         self._forbid_direct()

@@ -21,6 +21,7 @@ from streamalloc.core import deferred
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.fence import Fence, all_work, queue_behind, queue_if_allowed, settle
+from streamalloc.core.graph import Capture
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.core.stream import OwnStream
 from streamalloc.driver.internal import cuda
@@ -300,6 +301,26 @@ class TestStreams:
         device = sa.Device(0, driver=driver)
         for _ in interleaved(OwnStream._close, device.create_stream, sa.Stream.close, sa.Stream.close):
             assert names(driver, "cuStreamDestroy") == ["cuStreamDestroy"]
+            driver.calls.clear()
+
+    @pytest.mark.parametrize("function", [OwnStream._close, Capture.__enter__])
+    def test_one_thread_closes_a_stream_and_one_captures_it(self, function: Any) -> None:
+        driver: Any = sd.traced(sd.simulated())
+        device = sa.Device(0, driver=driver)
+
+        def capture(stream: sa.Stream) -> None:
+            with contextlib.suppress(sa.ClosedError), stream.capture():
+                pass
+
+        def close(stream: sa.Stream) -> None:
+            with contextlib.suppress(sa.CaptureError):
+                stream.close()
+
+        begin, end, destroy = "cuStreamBeginCapture", "cuStreamEndCapture", "cuStreamDestroy"
+        acts = (close, capture) if function is OwnStream._close else (capture, close)
+        for stream in interleaved(function, device.create_stream, *acts):
+            assert names(driver, begin, end, destroy) in ([destroy], [begin, end], [begin, end, destroy])
+            stream.close()
             driver.calls.clear()
 
     def test_a_finaliser_does_not_wait_for_who_closes_a_stream(self) -> None:
