@@ -405,7 +405,7 @@ class Buffer(Memory, Closes):
             ``stream`` is not a stream or belongs to another driver, ``still_imported`` is another text, or,
             with ``"wait"``, ``timeout`` is negative or no number.
         """
-        ordered = self._stream if stream is None else as_stream(stream, self._stream._session)
+        ordered = self._stream if stream is None else as_stream(stream, self._stream._session, after=True)
         handle, free = ordered.direct or ordered.ready(), self._allocator.free_function
         if handle is None or still_imported is not _DEFER:
             return self._free_checked(stream, still_imported, timeout)
@@ -482,7 +482,7 @@ class Buffer(Memory, Closes):
         if self.freed:
             self._live()
         self._session.check_process()
-        ordered = self._ordered_on(stream)
+        ordered = self._ordered_on(stream, after=True)
         # For a default stream this raises if a blocking stream is captured, and keeps that capture valid.
         capture = ordered._capture
         if ordered.is_captured() and not self._belongs_to(None if capture is None else capture.graph):

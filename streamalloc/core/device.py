@@ -143,8 +143,9 @@ class Device:
 
     @property
     def per_thread_stream(self) -> Stream:
-        """The calling thread's per-thread default stream. If another thread frees memory of this stream, the free is
-        queued on the legacy stream.
+        """The calling thread's per-thread default stream. On another thread, the legacy stream stands for this object
+        in what comes after its work: in a free, wait, record, query or synchronisation. Work that is queued on this
+        object goes to the per-thread stream of the thread that queues it.
 
         Synchronise the stream before its thread ends. If the stream's work then still uses memory of pools, driver 580
         hangs.

@@ -413,7 +413,7 @@ def in_order_of(stream: Stream, act: Callable[[Stream], T]) -> T:
     and errors are raised as by :func:`ordered_after`. The reason: on this thread, the handle names another stream,
     whose work does not come after the use.
     """
-    return act(stream) if stream is stream.of_this_thread() else ordered_after(stream, act)
+    return act(stream) if stream is stream.covering() else ordered_after(stream, act)
 
 
 def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool = False) -> T:

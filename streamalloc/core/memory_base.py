@@ -162,9 +162,10 @@ class MemoryBase(Shareable, Shown, abc.ABC):
         """Return whether the CPU (with ``on_host``) or the stream's device has only read access to the memory."""
         return False
 
-    def _ordered_on(self, stream: StreamLike | None) -> Stream:
+    def _ordered_on(self, stream: StreamLike | None, *, after: bool = False) -> Stream:
+        """Return ``stream``, or by default :attr:`stream`, after a check. ``after``: as for :func:`as_stream`."""
         self.check_usable()
-        ordered = self.stream if stream is None else as_stream(stream, self._session)
+        ordered = self.stream if stream is None else as_stream(stream, self._session, after=after)
         try:
             ordered.checked_raw()
         except ClosedError:

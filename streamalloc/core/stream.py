@@ -161,8 +161,8 @@ class Stream(Closes, Shown):
     )  # fmt: skip
 
     _inner = (
-        "call", "capturable", "checked_raw", "direct", "endings", "free_lists", "in_context", "is_captured", "last",
-        "of_this_thread", "ready", "refuse_capture", "sees_all_work", "thread", "unlent", "usable",
+        "call", "capturable", "checked_raw", "covering", "direct", "endings", "free_lists", "in_context", "is_captured",
+        "last", "of_this_thread", "ready", "refuse_capture", "sees_all_work", "thread", "unlent", "usable",
     )  # fmt: skip
 
     device: Device
@@ -336,6 +336,12 @@ class Stream(Closes, Shown):
     def of_this_thread(self) -> Stream:
         """Return the stream that this object's handle names on the calling thread. For a per-thread default stream it
         is the calling thread's own; for all other streams it is this object.
+        """
+        return self
+
+    def covering(self) -> Stream:
+        """Return a stream whose later work on the calling thread comes after the work of this object. For a per-thread
+        default stream of another thread it is the legacy stream; for all other streams it is this object.
         """
         return self
 
@@ -559,7 +565,7 @@ def awaited_stream(name: str, other: StreamLike, session: Session) -> Stream:
     names events, too.
     """
     try:
-        return as_stream(other, session)
+        return as_stream(other, session, after=True)
     except TypeError:
         handle_of_library_stream(other, f"{name} must be an Event, a Stream")
         raise
@@ -787,6 +793,21 @@ class PerThreadStream(DefaultStream):
     def of_this_thread(self) -> Stream:
         return per_thread_stream(self.device)
 
+    def covering(self) -> Stream:
+        # Per-thread default streams are blocking streams, so the legacy stream comes after those of all threads.
+        return self if self.thread == get_ident() else legacy_stream(self.device)
+
+    # On another thread, the handle names the stream of that thread, whose work says nothing about this stream's work.
+
+    def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
+        return Stream.record(self.covering(), event, timing=timing)
+
+    def synchronize(self) -> None:
+        Stream.synchronize(self.covering())
+
+    def query(self) -> bool:
+        return Stream.query(self.covering())
+
     def ready(self) -> Any | None:
         current = self._session.cuCtxGetCurrent
         return self._raw if self.thread == get_ident() and current() == self._current else None
@@ -943,8 +964,12 @@ for _kind in (OwnStream, LegacyStream, PerThreadStream, LibraryStream):
 # -- the stream that an argument names ---------------------------------------------------------------------------
 
 
-def as_stream(stream: StreamLike, session: Session) -> Stream:
+def as_stream(stream: StreamLike, session: Session, *, after: bool = False) -> Stream:
     """Return ``stream``, ours or another library's, as an open :class:`Stream` of ``session``'s driver.
+
+    By default the caller queues work on the result: in place of a per-thread default stream of another thread, the
+    result is that of the calling thread. With ``after``, something is to come after the stream's work: the result is
+    then :meth:`Stream.covering`.
 
     Raises
     ------
@@ -968,7 +993,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
         # The library has closed the stream that was found. The library's object may have a new stream by now.
         found = _resolve(stream, session)
     found.checked_raw()
-    return found.of_this_thread()
+    return found.covering() if after else found.of_this_thread()
 
 
 def library_stream(stream: Any, session: Session) -> Stream:

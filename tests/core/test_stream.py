@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.core.stream import _host_functions
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import GROWTH, MiB, each_raises, executed, in_threads, names, pending
+from tests.support import GROWTH, MiB, each_raises, executed, holds, in_threads, names, pending
 
 
 class TestOrder:
@@ -49,6 +50,30 @@ class TestOrder:
         gate.open()
         other.synchronize()
         assert order == ["first", "second"]
+
+    def test_what_comes_after_a_per_thread_stream_of_another_thread(self, device: sa.Device) -> None:
+        """Its handle names another stream here, so the legacy stream stands for it."""
+        with ThreadPoolExecutor(1) as thread, sa.MemoryPool(device) as pool, Gate(device) as gate:
+
+            def queue() -> sa.Buffer:
+                buffer = pool.allocate(MiB, device.per_thread_stream)
+                device.per_thread_stream.synchronize()
+                gate.hold(device.per_thread_stream)
+                buffer.fill(7)
+                return buffer
+
+            buffer = thread.submit(queue).result()
+            theirs, later = buffer.stream, device.create_stream()
+            event = theirs.record()
+            later.wait(theirs)
+            assert not theirs.query() and not event.query() and pending(later)
+            buffer.free(theirs)
+            with pool.allocate(MiB, device.per_thread_stream) as mine:
+                mine.fill(1)
+                gate.open()
+                theirs.synchronize()
+                assert event.query() and executed(later) and holds(mine, 1)
+            later.close()
 
     @pytest.mark.gpus(2)
     def test_across_devices(self, stream: sa.Stream, gate: Gate, peer: sa.Device) -> None:

@@ -492,7 +492,7 @@ def _announcing_stream(stream: StreamLike, session: Session) -> Stream:
     """Return the stream that will announce the contents. Raises CaptureError if the stream is being captured, because a
     graph cannot notify other processes; TypeError, ValueError, ClosedError.
     """
-    ordered = as_stream(stream, session)
+    ordered = as_stream(stream, session, after=True)
     ordered.refuse_capture("cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     return ordered
 
@@ -541,7 +541,7 @@ def _refuse_imported(thing: object, *_: object) -> _Thing:
 
 def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports) -> _Thing:
     memory._check_open()
-    stream = None if options.stream is None else as_stream(options.stream, exports.session)
+    stream = None if options.stream is None else as_stream(options.stream, exports.session, after=True)
     # A descriptor of physical memory has no origin: importers open it as a chunk, and not as a range.
     return _share_chunks(memory, exports, [memory], stream, options, Descriptor(Mechanism.PHYSICAL, size=memory.nbytes))
 

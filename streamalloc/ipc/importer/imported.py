@@ -407,7 +407,8 @@ class ImportedBuffer(ForeignMemory, Closes):
             The driver refused the release.
         """
         if not self._use.over:
-            in_order_of(self._use.stream if stream is None else as_stream(stream, self._session), self._close_on)
+            ordered = self._use.stream if stream is None else as_stream(stream, self._session, after=True)
+            in_order_of(ordered, self._close_on)
 
     def _close_on(self, ordered: Stream) -> None:
         use, imports = self._use, self._use.imported.imports

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from typing_extensions import Self
 
 from streamalloc.core.errors import ClosedError, undoing
-from streamalloc.core.internal import Stream, StreamLike, as_stream, ordered_after
+from streamalloc.core.internal import Stream, StreamLike, as_stream, in_order_of, ordered_after
 from streamalloc.core.properties import checked_type
 from streamalloc.core.session import Session, refuse_after_fork, session_of
 from streamalloc.driver import Driver
@@ -94,8 +94,8 @@ class RingItem(SlotMemory):
             return
         mine = self._mine
         value = self._value
-        ordered = self._stream if stream is None else as_stream(stream, session_of(self._stream))
-        self._block.write(ordered, mine.closed, value)
+        ordered = self._stream if stream is None else as_stream(stream, session_of(self._stream), after=True)
+        in_order_of(ordered, lambda last: self._block.write(last, mine.closed, value))
         self._held = False
         mine.closing.value = value
 
