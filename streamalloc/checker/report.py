@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from streamalloc.driver.errors import DriverMisuseError
+from streamalloc.driver.errors import DriverMisuseError, PreventedCallError
 from streamalloc.driver.parent import ParentTest
 from streamalloc.driver.protocol import On
 from streamalloc.driver.reports import Hazard, Hazards, Stack, here, place_of
@@ -142,12 +142,12 @@ class Reports:
                 self._raised.add(key)
         return fresh
 
-    def deliver(self, fresh: list[Hazard], undo: Callable[[], object] = int) -> None:
+    def deliver(self, fresh: list[Hazard], undo: Callable[[], object] | None = None) -> None:
         """Deliver new hazards. After :meth:`show_at_once` each is shown now; otherwise, with ``on="report"``, by
         :meth:`show_rest`. With ``on="warn"`` each gives a ``RuntimeWarning``.
 
-        With ``on="raise"``, ``undo`` is called, because the driver call is not made. Then :class:`DriverMisuseError` is
-        raised with the first hazard.
+        With ``on="raise"``, :class:`DriverMisuseError` is raised with the first hazard. If ``undo`` is given, the
+        driver call is not made: ``undo`` is called before, and the error is a :class:`PreventedCallError`.
         """
         for hazard in fresh:
             if self._at_once:
@@ -157,8 +157,10 @@ class Reports:
             if self._on == "warn":
                 warnings.warn(str(hazard), RuntimeWarning, 5)
         if self._on == "raise" and fresh:
+            if undo is None:
+                raise DriverMisuseError(str(fresh[0]), fresh[0])
             undo()
-            raise DriverMisuseError(str(fresh[0]), fresh[0])
+            raise PreventedCallError(str(fresh[0]), fresh[0])
 
     def show_at_once(self, test: ParentTest | None) -> None:
         """From now on show each hazard when it is found: in the parent process's test, or on stderr if ``test`` is

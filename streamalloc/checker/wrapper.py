@@ -40,7 +40,7 @@ from streamalloc.checker.state import State
 from streamalloc.checker.streams import CallingThread
 from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda, number_of
-from streamalloc.driver.errors import DriverMisuseError
+from streamalloc.driver.errors import DriverMisuseError, PreventedCallError
 from streamalloc.driver.locks import RLock
 from streamalloc.driver.parent import ParentTest, from_server
 from streamalloc.driver.protocol import Driver, MemoryListener, On
@@ -343,7 +343,7 @@ class Recorder:
         remedy, size = "end it once, and only where your program has made it.", 0 if range_ is None else range_.size
         hazard = Hazard("double free", f"{what}.", remedy, handle, size, places=tuple(places))
         if self._on == "raise":
-            raise DriverMisuseError(str(hazard), hazard)
+            raise PreventedCallError(str(hazard), hazard)
         self.state.on_hazard(hazard)
 
     def _find_destroyed(self, name: str, args: tuple[Any, ...]) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from streamalloc.core.errors import attach, error_from, is_gone, unsupported
 from streamalloc.core.library_streams import LibraryStreams
-from streamalloc.driver import DriverMisuseError, ForkedProcessError
+from streamalloc.driver.errors import ForkedProcessError, PreventedCallError
 from streamalloc.driver.internal import BINDINGS_VERSION, RLock, as_asked, cuda, version_that_added
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class _Direct:
 DIRECT = tuple(_Direct.__annotations__)
 """Names of the driver functions that each session binds when it is made."""
 
-NOT_CALLED = (DriverMisuseError, ForkedProcessError)
-"""Error classes that show that the driver function was not called."""
+NOT_CALLED = (PreventedCallError, ForkedProcessError)
+"""Classes of errors that are raised before the driver function is called, and by nothing else."""
 
 
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

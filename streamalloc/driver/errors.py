@@ -20,6 +20,15 @@ class DriverMisuseError(AssertionError):
         self.hazard = hazard
 
 
+class PreventedCallError(DriverMisuseError):
+    """A :class:`DriverMisuseError` of a call that the checker has not passed to the driver. Its name is that of the
+    base class.
+    """
+
+
+PreventedCallError.__name__ = PreventedCallError.__qualname__ = DriverMisuseError.__name__
+
+
 class DriverNotFoundError(RuntimeError):
     """No usable CUDA driver was found.
 

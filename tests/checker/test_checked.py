@@ -87,6 +87,30 @@ class TestModes:
                 memory.free()
         assert [one.count for one in driver.hazards] == [3]
 
+    def test_a_hazard_of_other_memory_comes_out_of_a_free_that_was_made(self, machine: Any) -> None:
+        class Opens:
+            """A driver behind whose free another thread opens the gate."""
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(machine, name)
+
+            def cuMemFreeAsync(self, *args: Any) -> Any:
+                answer = machine.cuMemFreeAsync(*args)
+                gates.pop().open()
+                return answer
+
+        with Bench(sd.checked(Opens(), on="raise")) as bench, Gate(bench.device) as gate:
+            gates, memory, other = [gate], bench.new(bench.a), bench.new(bench.c)
+            bench.a.synchronize()
+            gate.hold(bench.a)
+            bench.write(memory, bench.a)
+            bench.write(memory, bench.b)  # is judged when the gate opens
+            with pytest.raises(sd.DriverMisuseError, match="race"):
+                other.free()
+            assert other.freed
+            gates.append(gate)
+            bench.done(memory)
+
     def test_more_hazards_than_are_kept_are_noted(self, checker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(report, "_MOST_HAZARDS", 0)
         with Bench(checker) as bench:
