@@ -120,6 +120,10 @@ def _queue_host_function(stream: Stream, function: Callable[[], object]) -> None
     """Queue a new C callback that calls ``function`` once (``cuLaunchHostFunc``). The driver also gets its address as
     its argument, by which it removes itself from ``_host_functions``.
     """
+    if not callable(function):
+        raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
+    why = "the bindings let a Python function run once, and a graph may be launched more often"
+    stream.refuse_capture("cuLaunchHostFunc", why)
     # These two lines may raise, so they come before the callback is made: only its call by the driver releases it.
     launch = stream._session._function("cuLaunchHostFunc")
     stream.checked_raw()
@@ -479,7 +483,6 @@ class Stream(Closes, Shown):
         being captured CaptureError, which leaves the capture valid.
         """
         self.refuse_capture("cuEventQuery", "await it after the capture")
-
         return _finished(self).__await__()
 
     def query(self) -> bool:
@@ -498,10 +501,6 @@ class Stream(Closes, Shown):
         ClosedError, CaptureError
             The stream was closed, or is being captured: a callback can run only once, a graph more often.
         """
-        if not callable(function):
-            raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
-        why = "the bindings let a Python function run once, and a graph may be launched more often"
-        self.refuse_capture("cuLaunchHostFunc", why)
         _queue_host_function(self, function)
 
     def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
@@ -613,7 +612,7 @@ class OwnStream(Stream):
         stream._dropping = []
         stream.last = []
         # Later work of a blocking stream waits for the legacy stream, but a query of the blocking stream does not cover
-        # the legacy stream's work.
+        # the legacy stream's work. So only a query of a non-blocking stream covers all work before it.
         stream.sees_all_work = not blocking
         # No other code can capture the stream before it gets the handle.
         stream._prepare(device, None, capturable=False)
@@ -1065,7 +1064,9 @@ def queue_handle(stream: StreamLike, session: Session) -> Any | None:
 
 
 known_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
-"""Streams of all kinds whose Python objects exist, open or closed."""
+"""``known_streams(session)`` returns the weak set of the driver's :class:`Stream` objects of all kinds, open or
+closed.
+"""
 
 
 def captures_changed(session: Session) -> None:
