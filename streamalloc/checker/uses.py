@@ -253,7 +253,7 @@ def synchronising(state: State, streams: Iterable[TrackedStream]) -> Callable[[]
 
 
 def host_waited_for(state: State, stream: TrackedStream) -> None:
-    """Record that the host has waited for the work queued so far in a stream."""
+    """Record that the host has waited for the work queued so far in a stream and in its peers."""
     synchronising(state, (stream,))()
 
 
@@ -269,7 +269,9 @@ def wait_for_device(state: State) -> None:
 
 
 def all_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """Return the parts of ranges at addresses, also of freed ranges."""
+    """Return the parts of ranges, also of freed ranges, that ``touched`` names, each with whether it is written.
+    Addresses in no range are left out.
+    """
     return [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), int(size))]
 
 

@@ -45,13 +45,13 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Return a context manager for a block that writes the file ``path``, which an option names. ``OSError`` of the
-    block becomes :class:`UsageError`.
+    """Return a context manager for a block that writes the file ``path``, which an option names. It raises
+    :class:`UsageError` in place of an ``OSError`` of the block.
     """
     try:
         yield
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def check_output(path: str) -> None:

@@ -796,8 +796,8 @@ class GraphBuffer(Buffer):
         return free_refused(result, ordered, _NOT_ALLOCATED)
 
     def _belongs_to(self, graph: object) -> bool:
-        # One capture may contain streams of this package and of other code. So if either graph is unknown, the driver
-        # decides.
+        # One capture may contain streams of this package and of other code. So if either graph is unknown, the free is
+        # allowed here, and the driver decides.
         return graph is self._graph or None in (graph, self._graph)
 
 

@@ -101,8 +101,9 @@ class NotInitializedError(CudaError):
 class NotReadyError(CudaError):
     """Work that the call needs has not finished (``CUDA_ERROR_NOT_READY``).
 
-    :meth:`Event.elapsed_since` raises it while one of the two events is pending. Calls that must follow the work of a
-    stream that its library has closed raise it until the device is synchronised.
+    :meth:`Event.elapsed_since` raises it while one of the two events is pending. A call that must wait for the work of
+    another library's stream raises it if the library has closed the stream, and the device was not synchronised since
+    then. In this case :meth:`Buffer.free` raises :class:`ClosedError`, and :meth:`Buffer.close` waits.
     """
 
 

@@ -625,8 +625,9 @@ def memory() -> Iterator[Memory]:
 
 
 class Followed(Wrapper):
-    """Driver that passes each call of ``functions`` to ``account.called``, as a subscription (:func:`subscribe`) does.
-    The first error of the account is stored in ``account.failure``, and no call is passed after that.
+    """Driver that passes each call of ``functions`` to ``account.called``, in place of a subscription
+    (:func:`subscribe`). The first ``Exception`` of the account is stored in ``account.failure``; after that no call is
+    passed.
 
     The simulated driver has no CUPTI, so programs on that driver use this wrapper instead.
     """

@@ -274,8 +274,8 @@ class Check:
             self._has_streams |= callers.caller(None) not in callers.NATIVE
         if self._has_streams:
             call = self._with_operands(call)
-        # PyTorch may make these calls while it holds its allocator's mutex. To wait here for another thread, which may
-        # wait for that mutex, could deadlock.
+        # PyTorch may make the calls of QUIET while it holds its allocator's mutex. If this callback waited for a thread
+        # that waits for the mutex, both would wait for ever.
         is_quiet = not is_launch and function in QUIET and self._libraries.torch is not None
         self._waiting.append(call._replace(is_late=True) if is_quiet else call)
         if is_quiet or call.is_late:

@@ -155,8 +155,8 @@ def _parts(name: str, sizes: list[int], has_lists: bool) -> list[tuple[int, int,
     """
     found = [(at, *_part(name, size)) for at, size in enumerate(sizes)][has_lists:]
     if "wise_kernel<" in name and len(sizes) > 2:
-        # The arguments are number of elements, functor, pointers. The first pointer that is found counts as the output,
-        # and the functor may contain pointers, too. So the third argument is moved to the front.
+        # These kernels have the arguments: number of elements, functor, pointers. The first pointer that is found is
+        # taken as the output, and the functor may contain pointers, too. So the third argument is moved to the front.
         found.insert(0, found.pop(2))
     return [one for one in found if one[2]]
 

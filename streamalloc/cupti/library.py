@@ -70,8 +70,8 @@ class Library:
             self._library.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, number)
 
     def unsubscribe(self) -> None:
-        """End the subscription (``cuptiUnsubscribe``); nothing happens if there is none. Callbacks on other threads may
-        still run after this method has returned.
+        """End the subscription (``cuptiUnsubscribe``); no effect if there is none. An error of CUPTI is ignored.
+        Callbacks on other threads may still run after this method has returned.
         """
         if self._subscriber:
             self._library.cuptiUnsubscribe(self._subscriber)

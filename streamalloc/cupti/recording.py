@@ -72,8 +72,8 @@ class Recording:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Record within the ``with`` block. Raises :class:`CuptiError` if CUPTI cannot be used. The end of the block
-        sets :attr:`failure`.
+        """Return a context manager that records during its block. Its end sets :attr:`failure`. Raises
+        :class:`CuptiError` at the start if CUPTI cannot be used.
         """
         subscription = Subscription(self.called, ALLOCATIONS)
         self.libraries.gate = subscription.gate

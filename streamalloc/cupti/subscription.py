@@ -75,7 +75,9 @@ class DriverCall(NamedTuple):
     """The driver's answer in the form of the bindings, with the result code first."""
     thread: int
     context: int
-    """Handle of the current context of the calling thread."""
+    """Handle (``CUcontext``) of the calling thread's current context when the call returned, as a number; 0 if there
+    was none.
+    """
     place: Stack
     """Innermost stack frames of the program, without frames of libraries. For a launch it is only one frame. A C++
     thread has no Python frames, so its calls have the frames of the main thread.

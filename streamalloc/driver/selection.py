@@ -254,12 +254,11 @@ _by_default: dict[str, Driver] = {}
 
 
 def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
-    """Parse a text such as ``simulated:devices=4,seed=7``.
+    """Return the kind of driver, ``"cuda"`` or ``"simulated"``, and the arguments for :func:`simulated` that a text
+    such as ``simulated:devices=4,seed=7`` gives.
 
-    Returns "cuda" or "simulated", and a dict of arguments of :func:`simulated`.
-
-    Raises ``ValueError`` for other texts. ``given_as``: name of the option or variable that has the text, for the
-    error.
+    Raises ``ValueError`` if the text has another form. ``given_as``: name of the option or variable that has the text,
+    for the error. :func:`simulated` checks the values.
     """
     kind, _, settings = text.partition(":")
     if text == "cuda":

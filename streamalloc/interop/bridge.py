@@ -290,8 +290,8 @@ class Sources:
         handle_there = handle or LEGACY
         stream: Stream | None = None
         if owner is not None and handle_there not in (LEGACY, PER_THREAD):
-            # A cache has one free list for each :class:`Stream` object. So the object that the session already has for
-            # this stream is used.
+            # A cache has free lists of its own for each :class:`Stream` object. So the object that the session already
+            # has for this stream is used.
             with contextlib.suppress(TypeError):
                 stream = as_stream(cast("Any", owner), self.session)
         if stream is None:

@@ -25,9 +25,10 @@ _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{24}):([0-9a-f]{16}):(\d+
 
 
 class Label(NamedTuple):
-    """Parts of the name of a shared file. ``kind``: pool, memory, multicast, heap, events or usage."""
+    """Parts of the name of a shared file."""
 
     kind: str
+    """Kind of the file: pool, memory, multicast, heap, events or usage."""
     machine: str
     """Name of the machine, equal in all its processes: 16 hexadecimal digits for the domain, 8 for the host."""
     serial: str

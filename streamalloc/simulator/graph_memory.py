@@ -270,7 +270,7 @@ class GraphHeap:
     def freed(self, address: int, stream: Queue | None = None) -> None:
         """Record the free of an allocation that outlived its launch.
 
-        ``stream``: the stream in whose order it is freed, by an operation that is queued here; None: it is freed at
+        ``stream``: the stream in whose order it is freed; this method queues an operation there. None: it is freed at
         once.
         """
         self.live.pop(address, None)

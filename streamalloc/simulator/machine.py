@@ -277,8 +277,8 @@ class Machine:
                 self.discard(allocation)
 
     def discard(self, allocation: allocations.LiveMemory) -> None:
-        """Release memory of cuMemAlloc, or pinned, registered or managed memory, at once, without waiting for work that
-        uses it.
+        """Release memory of cuMemAlloc, pinned or managed memory, or end a registration of host memory. Work that uses
+        the memory is not waited for.
         """
         if isinstance(allocation, allocations.ManagedMemory):
             self.managed.free(allocation)

@@ -279,7 +279,9 @@ ALLOCATORS: dict[str, Entry] = {
     "rmm": Entry("RMM PoolMemoryResource", _rmm, other=True),
     "pytorch": Entry("PyTorch caching allocator", _torch, other=True),
 }
-"""Allocators by name, for :func:`~streamalloc.traces.replay`."""
+"""Allocators on which :func:`~streamalloc.traces.replay` can replay a trace: :class:`Entry` by name. Those of other
+libraries (``other``) need a GPU.
+"""
 
 
 # --- replays --------------------------------------------------------------------------------------------------------

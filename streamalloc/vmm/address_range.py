@@ -537,7 +537,8 @@ class RangeView(Memory):
 
 
 class Mapping(RangeView, Closes):
-    """One mapping of physical memory in an address range. :meth:`AddressRange.map` returns it.
+    """One mapping of physical memory, or of a multicast object, in an address range. :meth:`AddressRange.map` returns
+    it.
 
     The range owns the mapping: if this object is dropped, the memory stays mapped. :meth:`close` unmaps the memory.
     """

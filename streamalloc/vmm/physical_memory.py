@@ -627,7 +627,7 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     Raises
     ------
     ValueError
-        The memory is empty, or does not begin and end at a page.
+        The memory is empty, does not begin and end at a page, or is mapped without access for any device.
     TypeError
         ``memory`` is no memory of this package.
     ClosedError, EvictedError
@@ -635,7 +635,7 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     NotSupportedError
         The device does not support DMA-BUF (:attr:`Capabilities.dma_buf`), or not with ``pcie``.
     CudaError
-        The driver refused the memory, for example host memory.
+        The driver refused the memory, for example host memory or memory of a graph.
     """
     if not isinstance(memory, Memory):
         raise TypeError(f"memory must be Memory, not {type(memory).__name__} ({memory!r})")

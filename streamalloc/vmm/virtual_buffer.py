@@ -497,7 +497,9 @@ undo must check what was done.
 
 
 def do_nothing() -> None:
-    """Do nothing: the undo of a step that changes nothing, or that another undo undoes, too."""
+    """Do nothing. This is the undo of a step that changes nothing, and of a step whose changes the undo of another step
+    removes.
+    """
 
 
 def run_steps(*steps: Step) -> None:

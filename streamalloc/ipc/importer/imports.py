@@ -185,7 +185,7 @@ class PoolImport(Deferred):
 class Import:
     """One import of an allocation of another process, with one or more uses (:class:`ImportUse`) in this process.
 
-    Call the methods only while :attr:`Imports.lock` is held.
+    The caller of a method, other than the constructor, holds :attr:`Imports.lock`.
     """
 
     def __init__(

@@ -387,8 +387,8 @@ def _open_event(received: Received) -> Event:
     return Event.from_handle(received.described.payload, received.device)
 
 
-# For each mechanism: the function that opens it, and the class of the result. A descriptor of one chunk without an
-# origin is opened as :class:`PhysicalMemory` instead.
+# For each mechanism: the function that opens it, and the class of the result. There are two exceptions: an array is
+# opened as :class:`ImportedArray`, and memory of one chunk without an origin as :class:`PhysicalMemory`.
 _MECHANISMS: dict[Mechanism, tuple[Callable[[Received], Imported], type[Imported]]] = {
     Mechanism.POOL: (_open_pool, ImportedPool),
     Mechanism.POOL_POINTER: (_open_pointer, ImportedBuffer),

@@ -30,6 +30,7 @@ class Ring:
     >>> ring = Ring.producer(pool, slot_bytes=1 << 20, stream=stream)
     >>> ring.add(channel)
     >>> ring.put(batch)
+    >>> ring.close()  # The loops of the consumers end after the items.
 
     A consumer, in another process:
 

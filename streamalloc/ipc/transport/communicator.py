@@ -264,8 +264,8 @@ class Mesh(Closes):
     def _sent(self, rank: int, packet: bytes, handles: Sequence[Fd | int]) -> bool:
         """Send a packet to ``rank``. Returns False if there was no space for the packet in the rank's queue."""
         try:
-            # The timeout is not 0 s: while too many descriptors are in flight, poll() cannot wait for the end of this
-            # state, and the caller's loop would run without a pause.
+            # A short timeout, and not 0 s, is the pause of the caller's loop. The kernel may refuse the packet because
+            # too many descriptors are in flight, and poll() does not report when this ends.
             self._channels[rank].send(packet, handles, timeout=_SHORT)
             return True
         except TimeoutError:

@@ -189,7 +189,9 @@ class Mark:
 
 
 class ExporterMark(Mark):
-    """A mark in the exporter, which stands while this object exists and nobody has cleared it."""
+    """A mark in the exporter: its word keeps its value until this object is dropped or an importer clears the mark. If
+    no word was free, there is no mark (:attr:`number` is 0).
+    """
 
     __slots__ = ("_block", "_free", "_index", "number")
 
@@ -249,8 +251,8 @@ class ControlBlock:
         kinds = len(_IMPORTER_WORDS)
         words = np.frombuffer(self._map, np.uint32, kinds * SLOTS * IMPORTERS, _LAYOUT["opened"][0])
         self.opened, self.closing, self.closed = words.reshape(kinds, SLOTS, IMPORTERS)
-        # The file is opened anew, because locks belong to the open file, which a received descriptor shares with the
-        # sender.
+        # Locks belong to the open file, and a received descriptor shares this with the sender. So the file is opened
+        # anew.
         self._own = _reopened(fd)
         self.slots: dict[int, ExporterWords] = {}
         self.importers: dict[tuple[int, int], ImporterWords] = {}

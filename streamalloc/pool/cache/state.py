@@ -268,8 +268,8 @@ class StreamCache(Deferred):
             stream.free_lists.pop(self.cache.key, None)
         if self.finished:
             self._last, self._kept = (), None
-            # Each size class refers to this object. This reference cycle would keep the cache and its pool alive until
-            # a garbage collection.
+            # The size classes are dropped, because each refers to this object: the cycle would keep the cache and its
+            # pool alive until a garbage collection.
             self.classes.clear()
         return True
 

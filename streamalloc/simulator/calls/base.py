@@ -1,5 +1,5 @@
-"""Base class of all driver calls: it takes the lock, makes the result tuple, and has the rules during stream
-capture.
+"""Driver calls from methods. :func:`driver_call` makes a call that takes the lock, runs the method and makes the result
+tuple. :class:`Calls`, the base class of all areas, has the rules during stream capture.
 """
 
 from __future__ import annotations

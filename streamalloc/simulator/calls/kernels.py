@@ -156,8 +156,8 @@ def _has_right(allocation: LiveMemory, context: Context, write: bool) -> bool:
 
 CELLS = (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)
 Cells = tuple[Any, ...]
-"""Copies of the arguments of a launch as ctypes objects. Objects of the bindings without a known size are not
-copied.
+"""Arguments of a launch, each copied into a ctypes object. An object of the bindings whose size is unknown is kept
+itself, and not copied.
 """
 _POINTER, _SIZE = 1, 2  # CU_LAUNCH_PARAM_*
 _WORD = 8

@@ -275,15 +275,18 @@ class HostTier(BlockTier):
 
     Threads fill huge pages and register them (``cuMemHostRegister``), 128 MiB at a time, while copies to memory that is
     pinned already run. If the driver or a limit of the process prevents this, the memory comes from a pool in host
-    memory or from ``cuMemHostAlloc``, and a warning is logged once. Thread-safe. Contents are kept until they are
-    swapped in or dropped, or the buffers wake or are closed, even after :meth:`close`.
+    memory or from ``cuMemHostAlloc``, and a warning with the reason is logged. Thread-safe. Contents are kept until
+    they are swapped in or dropped, or the buffers wake or are closed, even after :meth:`close`.
+
+    The first tier of a device loads a kernel (``cuModuleLoadData``), and measures which way of copying is faster. The
+    host waits for the device meanwhile.
 
     The driver waits for all work of the devices when it releases pinned memory (``cuMemHostUnregister``). So
     :meth:`trim` and :meth:`close` may block the host. The memory of a dropped tier is released later, once the devices
     are idle. ::
 
         with vmm.HostTier(device, limit=64 << 30) as host, vmm.SleepGroup(device, backup=host) as group:
-            group.allocate(8 << 20, tag="weights")
+            weights = group.allocate(8 << 20, tag="weights")
             group.sleep()
             print(host.used, host.reserved)
             group.wake()
