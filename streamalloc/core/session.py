@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from streamalloc.core.errors import attach, error_from, is_gone, unsupported
 from streamalloc.core.library_streams import LibraryStreams
-from streamalloc.driver.errors import ForkedProcessError, PreventedCallError
-from streamalloc.driver.internal import BINDINGS_VERSION, RLock, as_asked, cuda, version_that_added
+from streamalloc.driver import ForkedProcessError
+from streamalloc.driver.internal import BINDINGS_VERSION, PreventedCallError, RLock, as_asked, cuda, version_that_added
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver

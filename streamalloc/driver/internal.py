@@ -19,6 +19,7 @@ from streamalloc.driver.bindings import (
     runtime,
     version_that_added,
 )
+from streamalloc.driver.errors import PreventedCallError
 from streamalloc.driver.locks import Lock, RLock, ThreadLocal
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.selection import as_asked, choice_of, default_of_threads, default_or_simulated, read_choice
