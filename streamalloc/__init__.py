@@ -31,6 +31,7 @@ import streamalloc.formats.html
 
 if TYPE_CHECKING:
     # Each name is imported as itself, because type checkers treat only such names as public.
+    from streamalloc import cupti as cupti
     from streamalloc import driver as driver
     from streamalloc import interop as interop
     from streamalloc import ipc as ipc
@@ -136,7 +137,7 @@ streamalloc.formats.html.draw = _later("plots", "draw")
 
 # Names of subpackages that are imported at their first use, so that a program that only allocates need not wait for
 # them.
-_PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")
+_PACKAGES = ("cupti", "driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")
 _NAMES_BY_MODULE = {
     "core.buffer": "Buffer GraphBuffer",
     "core.capabilities": "Capabilities",
