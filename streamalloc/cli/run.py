@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -97,6 +98,8 @@ def run_program(options: argparse.Namespace) -> dict[str, Any]:
     sys.argv = [options.program, *options.arguments]
     if options.module:
         sys.path.insert(0, os.getcwd())
+        if importlib.util.find_spec(options.program.partition(".")[0]) is None:
+            raise UsageError(f"there is no module {options.program!r}")
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
     try:
