@@ -99,7 +99,7 @@ class TestTheirs:
         torch.fill(kept, 3)
         torch.fill(other, 4)
         allocator.sleep()
-        faults.fail("cuMemCreate", nth=2)
+        faults.fail("cuMemCreate", nth=2, times=2)  # The second refusal is that of the repetition.
         with pytest.raises(RuntimeError):
             allocator.wake_up()
         faults.stop()
