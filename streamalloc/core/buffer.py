@@ -382,8 +382,8 @@ class Buffer(Memory, Closes):
         ----------
         stream
             The stream after whose work the memory is free (default: :attr:`stream`). The caller must order
-            all uses before the free: the driver does not check that. If the default would be the per-thread stream of
-            another thread, it is the legacy stream (:attr:`Device.per_thread_stream`).
+            all uses before the free: the driver does not check that. In place of a per-thread stream of another thread
+            it is the legacy stream (:attr:`Device.per_thread_stream`).
         still_imported
             Policy if another process has the shared buffer open, or may still open it with a descriptor that was shared
             with ``hold=True``. ``"defer"`` frees the memory later, after the last use. ``"wait"`` blocks the host until

@@ -46,7 +46,8 @@ If the result is None, callers make a checked call, which repairs what it can, a
 
 * :meth:`Stream.checked_raw` raises :class:`ClosedError` for a closed stream, and attempts the items.
 * :meth:`Stream.of_this_thread` replaces a per-thread default stream of another thread by the per-thread stream of this
-  thread.
+  thread, for work that is queued. :meth:`Stream.covering` replaces it by the legacy stream, for what comes after its
+  work.
 * :meth:`Stream.in_context` makes the context current, and protects captures of other threads.
 * :meth:`Stream.is_captured` asks for a capture: memory is then allocated for the graph, and other calls raise
   :class:`CaptureError`.
