@@ -101,7 +101,7 @@ signal.setitimer(signal.ITIMER_REAL, {})
 try:
     np.uint8
     signal.pause()
-except TimeoutError:
+except (TimeoutError, KeyError):  # threading raises KeyError for an exception inside of Thread.start()
     print(np.zeros(2, np.uint8).nbytes)
 """
 
