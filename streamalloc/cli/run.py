@@ -10,7 +10,6 @@ import importlib.util
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -107,8 +106,7 @@ def run_program(options: argparse.Namespace) -> dict[str, Any]:
             return runpy.run_module(options.program, run_name="__main__", alter_sys=True)
         return runpy.run_path(options.program, run_name="__main__")
     except BaseException as error:
-        inner = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
-        if isinstance(error, ImportError) and set(inner) == {"runpy"}:  # Nothing of a program has run.
+        if isinstance(error, ImportError) and _in_program(error.__traceback__) is None:
             raise UsageError(str(error)) from None
         if sys.excepthook is sys.__excepthook__:  # Otherwise the program has chosen how its errors are shown.
             sys.excepthook = _show_error
@@ -117,9 +115,16 @@ def run_program(options: argparse.Namespace) -> dict[str, Any]:
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error with its traceback, as ``python`` would, without the frames before those of the program."""
+    shown = _in_program(trace)
+    sys.__excepthook__(kind, error.with_traceback(shown), shown)
+
+
+def _in_program(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames before those of the program; None if nothing of the program has run. The
+    traceback of an error of a command itself is returned whole.
+    """
     shown, inside = trace, False
     while shown is not None and not (inside and shown.tb_frame.f_globals.get("__name__") != "runpy"):
         inside = inside or shown.tb_frame.f_code is run_program.__code__
         shown = shown.tb_next
-    shown = shown if inside else trace  # An error of a command itself is shown whole.
-    sys.__excepthook__(kind, error.with_traceback(shown), shown)
+    return shown if inside else trace
