@@ -313,8 +313,7 @@ class Lease(SharedState):
                 self._exports.with_memory.discard(self)
             else:
                 self.words.generation.value = self.generation
-        if self._exports.deferred.has_work():
-            self._exports.deferred.work()
+        self._exports.deferred.work()
 
     def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
         """End the lease for a free with ``still_imported="raise"``, ``"wait"`` or ``"ignore"``: at once, or after at
@@ -627,6 +626,5 @@ def exports_for(session: Session) -> Exports:
     """
     session.check_process()
     exports = exports_of(session)
-    if exports.deferred.has_work():
-        exports.deferred.work()
+    exports.deferred.work()
     return exports

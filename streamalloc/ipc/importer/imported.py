@@ -418,8 +418,7 @@ class ImportedBuffer(ForeignMemory, Closes):
         if self._contents:
             self._await_on(ordered)
         use.end(ordered)
-        if imports.deferred.has_work():
-            imports.deferred.work()
+        imports.deferred.work()
 
     def _about(self) -> Iterator[Row]:
         yield from super()._about()

@@ -241,8 +241,7 @@ def _open(
     """
     session.check_process()
     received.imports = imports = imports_of(session)
-    if imports.deferred.has_work():
-        imports.deferred.work()
+    imports.deferred.work()
     received.described = described = Descriptor.from_bytes(data)
     opener, result = _MECHANISMS[described.mechanism]
     if described.mechanism is Mechanism.PHYSICAL and described.origin == NOWHERE:
