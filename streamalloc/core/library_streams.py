@@ -149,8 +149,8 @@ def device_of_library_stream(stream: object) -> int | None:
 
 
 class Ownership(enum.Enum):
-    """Who destroys the driver's stream that a library's object names. A call with the handle of a destroyed stream
-    crashes the process.
+    """Owner of the driver's stream that a library's object names: the code that destroys the stream. A call with the
+    handle of a destroyed stream crashes the process.
     """
 
     OBJECT = enum.auto()

@@ -146,8 +146,8 @@ def receive(
 
 
 class Received:
-    """What one call of :func:`open` was given: handles, and the descriptor with what it names. :meth:`close` ends the
-    hold of the descriptor.
+    """Arguments of one call of :func:`open`: the handles, and the descriptor with the objects that it names.
+    :meth:`close` ends the hold of the descriptor.
     """
 
     imports: Imports
