@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 import pytest
@@ -272,7 +273,7 @@ def watched(where: str, drivers: Sequence[Any], allowed: set[str], failures: Cal
     drivers
         Drivers that outlive the module.
     allowed
-        Names of settings that may differ.
+        Names of settings that may differ, as patterns of ``fnmatch``.
     failures
         Function that returns the number of failed tests. If it has grown, differences are no failure, because the
         frames of a failed test keep its objects; the state is still restored.
@@ -303,7 +304,7 @@ def watched(where: str, drivers: Sequence[Any], allowed: set[str], failures: Cal
         ]
     for setting, value in zip(settings, before, strict=True):
         after = setting.read()
-        if setting.name not in allowed:
+        if not any(fnmatch(setting.name, pattern) for pattern in allowed):
             left += _differences(setting.name, value, after)
         if value != after and setting.restore is not None:
             setting.restore(value)

@@ -237,7 +237,7 @@ class TestProgress:
         assert sent == []
 
 
-@pytest.mark.leaves("release threshold of the default pool of device 0", "cuda.core raises it at its first use")
+@pytest.mark.leaves("release threshold of the default pool of device *", "cuda.core raises it at its first use")
 @pytest.mark.parametrize("words", ["info", "tour", "replay mixed --on pool --on cached", "bench --quick -k pair"])
 def test_no_line_is_wider_than_a_narrow_terminal(screen: Screen, machine: Any, words: str) -> None:
     screen.show()
