@@ -123,7 +123,7 @@ class TestExporter:
 
         def make() -> tuple[Lease, sa.Buffer]:
             lease, buffer = owner.lease()
-            lease.add_hold(Hold(), kept=False)  # dropped at once
+            lease.add_hold(Hold(lambda: True))
             return lease, buffer
 
         for lease, _ in interleaved(

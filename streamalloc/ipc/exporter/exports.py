@@ -82,10 +82,10 @@ class Hold:
       0. The kernel tells nobody when bytes are lost, so the function ``lost`` returns whether the carrier can no longer
       deliver the bytes.
 
-    Assigning ``lost`` moves the hold to another carrier. Finalisers may call :meth:`end`.
+    A :class:`Shared` is lost once it was dropped. Assigning ``lost`` moves the hold to another carrier.
     """
 
-    __slots__ = ("__weakref__", "_mark", "lost")
+    __slots__ = ("_mark", "lost")
 
     def __init__(self, lost: Callable[[], bool] = bool) -> None:
         self.lost: Callable[[], bool] = lost
@@ -160,8 +160,7 @@ class Lease(SharedState):
         """Stream of the last announcement; None before the first."""
         self.lock: AbstractContextManager[bool] = RLock()
         """Lock that is held to announce contents, and to decide whether the memory can be freed."""
-        self._holds: list[Callable[[], Hold | None]] = []
-        """One function for each hold. It returns the hold, or None if the hold's owner has dropped the hold."""
+        self._holds: list[Hold] = []
 
     # -- announcements ---------------------------------------------------------------------------------------
 
@@ -215,12 +214,12 @@ class Lease(SharedState):
             else:
                 self.block.wait(stream, words.ready, last)
 
-    def add_hold(self, hold: Hold, *, kept: bool = True) -> bool:
+    def add_hold(self, hold: Hold) -> bool:
         """Add a hold for a descriptor in transit. Returns whether the lease is still valid (its generation is
-        unchanged). ``kept=False``: the hold also ends when its owner drops it.
+        unchanged).
         """
         with self.lock:
-            self._holds.append((lambda: hold) if kept else weakref.ref(hold))
+            self._holds.append(hold)
             return bool(self.words.generation.value == self.generation)
 
     def _in_transit(self) -> bool:
@@ -228,7 +227,7 @@ class Lease(SharedState):
         the list.
         """
         if self._holds:
-            self._holds = [find for find in self._holds if (hold := find()) is not None and not hold.over()]
+            self._holds = [hold for hold in self._holds if not hold.over()]
         return bool(self._holds)
 
     # -- importers -------------------------------------------------------------------------------------------
@@ -563,10 +562,10 @@ class Exports:
         """
         with self.lock:
             lease = self._by_address.get(address)
-            if lease is None or not lease.add_hold(hold, kept=False):
+            if lease is None or not lease.add_hold(hold):
                 (lease,) = self.new_leases()
                 self._by_address[address] = lease
-                lease.add_hold(hold, kept=False)
+                lease.add_hold(hold)
             return lease
 
     # -- handles ---------------------------------------------------------------------------------------------

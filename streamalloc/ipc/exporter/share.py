@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -95,10 +96,18 @@ class Shared(Unique, Shown):
         """Lease with the slot of the allocation or of the announcement. A lease of an announcement is released with
         this object.
         """
-        self._hold = hold
+        self._hold: Hold | None = None
+        """The hold; None if there is none, or if it has moved to a message."""
         self._exports = exports
         self._again: Callable[[], Shared] | None = None
         """Function that shares the thing again, with a hold. None for buffers of a pool, and after :meth:`cancel`."""
+        if hold is not None:
+            self._keep(hold)
+
+    def _keep(self, hold: Hold) -> None:
+        """Become the carrier of ``hold``, which then ends at the latest when this object is dropped."""
+        this = weakref.ref(self)
+        self._hold, hold.lost = hold, lambda: this() is None
 
     @property
     def fds(self) -> tuple[Fd, ...]:
@@ -140,13 +149,14 @@ class Shared(Unique, Shown):
             return self._again().carried(lost)
         if self._exports is not None and self.descriptor.endpoint == NOWHERE:
             self.descriptor = self.descriptor._replace(endpoint=self._exports.serve())
-        if self._lease is None or not (self.held or self.descriptor.flags & Flags.LEASED):
+        hold, lease = self._hold, self._lease
+        if lease is None or not (self.held or self.descriptor.flags & Flags.LEASED):
             return self.descriptor.to_bytes()
-        hold = self._hold if self._hold is not None and self.held else Hold()
-        hold.lost = lost
-        self._lease.add_hold(hold)
-        self._hold = None
-        return self.descriptor.to_bytes(hold.mark(self._lease.block))
+        if hold is None or hold.over():
+            hold = Hold(lost)
+            lease.add_hold(hold)
+        self._hold, hold.lost = None, lost
+        return self.descriptor.to_bytes(hold.mark(lease.block))
 
     def _about(self) -> Iterator[Row]:
         described = self.descriptor
@@ -313,15 +323,21 @@ def send(
     exports = None if described.mechanism is Mechanism.PHYSICAL else shared._exports
     known = exports is not None and exports.serve() == described.endpoint and sent.issuperset(shared.handles)
     handles = () if known else shared.fds
-    if shared._lease is None or not shared.held:
-        channel.send(shared.to_bytes(), handles, timeout=timeout)
+    carried = shared._hold if shared.held else None
+    if carried is None:
+        channel.send(described.to_bytes(), handles, timeout=timeout)
     else:
         # The last handle is one end of a pipe. When every process has closed this end, the hold ends (class Hold).
         ours, theirs = map(Fd, os.pipe())
         with theirs:
-            shared._lease.add_hold(Hold(functools.partial(hung_up, ours)))
-            channel.send(described.to_bytes(0), (*handles, theirs), timeout=timeout)
-        shared.cancel()
+            shared._hold, carried.lost = None, functools.partial(hung_up, ours)
+            try:
+                channel.send(described.to_bytes(0), (*handles, theirs), timeout=timeout)
+            except BaseException:
+                if shared is thing:
+                    shared._keep(carried)
+                raise
+        shared._again = None
     sent.update(shared.handles)
 
 
@@ -426,23 +442,28 @@ def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
     call leaves nothing for importers to wait for, and a free in another thread finds the hold.
     """
     hold = Hold() if options.hold else None
-    lease, pool, handles = _lease_of(thing, hold, exports), thing.pool, dict(thing.handles)
-    uuid = exports.uuid(thing.device)
-    added: dict[str, Any] = {"device": uuid, "endpoint": exports.endpoint, "driver_version": exports.version}
-    block = None if lease is None else lease.block
-    if pool is not None:
-        block = block or exports.block()
-        handles[pool.origin] = pool.fd
-        added.update(origin=pool.origin, handle_type=int(POSIX), pool_mark=pool.mark(block))
-    if block is not None:
-        handles[block.id] = block.fd
-        added["control_block"] = block.id
-    if lease is not None:
-        ready = lease.words.last_announced
-        if thing.stream is not None:
-            ready = lease.announce(thing.stream, thing.address, thing.described.size)
-        added.update(slot=lease.slot, generation=lease.generation, ready=ready)
-    shared = Shared(thing.described._replace(**added), handles, lease, hold, exports)
+    try:
+        lease, pool, handles = _lease_of(thing, hold, exports), thing.pool, dict(thing.handles)
+        uuid = exports.uuid(thing.device)
+        added: dict[str, Any] = {"device": uuid, "endpoint": exports.endpoint, "driver_version": exports.version}
+        block = None if lease is None else lease.block
+        if pool is not None:
+            block = block or exports.block()
+            handles[pool.origin] = pool.fd
+            added.update(origin=pool.origin, handle_type=int(POSIX), pool_mark=pool.mark(block))
+        if block is not None:
+            handles[block.id] = block.fd
+            added["control_block"] = block.id
+        if lease is not None:
+            ready = lease.words.last_announced
+            if thing.stream is not None:
+                ready = lease.announce(thing.stream, thing.address, thing.described.size)
+            added.update(slot=lease.slot, generation=lease.generation, ready=ready)
+        shared = Shared(thing.described._replace(**added), handles, lease, hold, exports)
+    except BaseException:
+        if hold is not None:
+            hold.end()
+        raise
     if thing.lease is None:
         shared._again = functools.partial(share, **options._replace(hold=True)._asdict())
         if hold is not None and lease is not None:
@@ -461,7 +482,7 @@ def _lease_of(thing: _Thing, hold: Hold | None, exports: Exports) -> Lease | Non
     if lease is None and (hold is not None or thing.stream is not None):
         (lease,) = exports.new_leases()
     if lease is not None and hold is not None:
-        lease.add_hold(hold, kept=False)
+        lease.add_hold(hold)
     return lease
 
 
