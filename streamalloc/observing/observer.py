@@ -447,8 +447,9 @@ class Observer(Drawn, Leaves):
 
     def start(self) -> Self:
         """Start recording. Returns the observer. The first start also records the mappings that the observed objects
-        have. No effect while the observer records. After :meth:`stop`, new records are added to the earlier ones.
-        Raises ``OSError`` if the log cannot be opened.
+        have. No effect while the observer records. After :meth:`stop`, new records are added to the earlier ones. Frees
+        between a stop and the next start are not recorded, so memory that was freed then still counts as live. Raises
+        ``OSError`` if the log cannot be opened.
         """
         self._account.start()
         return self
