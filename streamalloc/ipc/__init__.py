@@ -25,9 +25,9 @@ In the process that opens the buffer:
 7. *Import.* ``importer.imports.Import.begin`` imports the allocation (``cuMemPoolImportPointer``).
 8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``). Then
    ``Received.close`` ends the hold: it sets the mark of the hold to 0, or closes the pipe of the hold.
-9. *Close.* ``importer.imported.ImportedBuffer.close`` ends one use, by ``ImportUse.end`` and ``Import.end_use``. The
-   end of the last use frees the import in stream order (``cuMemFreeAsync``). For memory of ``cuMemAlloc`` the host
-   waits for the stream at each close, before it takes the lock of the imports.
+9. *Close.* ``importer.imported.ImportedBuffer.close`` ends one use of the import, by ``Import.end_use``. The end of the
+   last use frees the import in stream order (``cuMemFreeAsync``). For memory of ``cuMemAlloc`` the host waits for the
+   stream at each close, before it takes the lock of the imports.
 10. *Closed.* ``LeaseUse.end`` has the stream write the word ``closed`` after that free; if the stream is idle, the host
     writes it. Then the host writes ``closing``.
 
@@ -48,8 +48,8 @@ a pool        ``PoolExport``: its exported handle. Ends after the  ``PoolImport`
 a lease       ``Lease``: a slot of a control block. Ends with the  ``LeaseUse``: one use of the lease. Ends with the
               free, or with the ``Shared``                         ``Import``, or with the ``ImportedRange``
 memory        ``Buffer``, or another object of the user            ``Import``: one import of an allocation. Each
-                                                                   ``ImportedBuffer`` has an ``ImportUse`` of it, and
-                                                                   the import ends with the last of these
+                                                                   ``ImportedBuffer`` uses it, and it ends with the
+                                                                   last of these
 contents      ``Lease.announce`` counts up ``ready``               ``Announcement``: the value of ``ready`` that a
                                                                    descriptor names
 a descriptor  ``Shared``. In transit it has a ``Hold``, which      ``Received``: what one ``open`` was given. It ends

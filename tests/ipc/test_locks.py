@@ -199,7 +199,6 @@ class TestImporter:
         [
             (Imports.pool, "cuMemPoolImportFromShareableHandle"),
             (imported.ImportedBuffer.__init__, "cuMemPoolImportPointer"),
-            (imports.ImportUse.begin, "cuMemPoolImportPointer"),
         ],
     )
     def test_two_open_one(self, owner: Owner, importer: Imports, function: Callable[..., object], call: str) -> None:
@@ -261,7 +260,7 @@ class TestImporter:
             shared = ipc.share(buffer)
             return [ipc.open(bytes(shared), again(shared.fds), stream=stream, driver=driver) for _ in range(2)]
 
-        for _ in interleaved(imports.ImportUse.end, make, lambda it: it[0].close(), lambda it: it[1].close()):
+        for _ in interleaved(imports.Import.end_use, make, lambda it: it[0].close(), lambda it: it[1].close()):
             assert importer.allocations == {}
         stream.close()
 

@@ -6,12 +6,14 @@ A stream waits for the contents of opened memory; if no stream can, the host wai
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, attach, size_text
 from streamalloc.core.internal import (
+    Deferred,
     Device,
     Fd,
     Memory,
@@ -21,6 +23,7 @@ from streamalloc.core.internal import (
     as_stream,
     check_device,
     in_order_of,
+    ordered_after,
     session_for,
     work,
 )
@@ -36,10 +39,10 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.formats.html import Row
-from streamalloc.ipc.importer.imports import Import, ImportUse, LeaseUse, PoolImport, imports_of
+from streamalloc.ipc.importer.imports import Import, LeaseUse, PoolImport, imports_of
 from streamalloc.ipc.wire.control_block import ControlBlock, ExporterWords, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechanism
-from streamalloc.pool.internal import location_of_pool
+from streamalloc.pool.internal import OnceIdle, location_of_pool
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
 # Seconds between two checks of the host whether an announced value is written.
@@ -319,28 +322,36 @@ class ImportedBuffer(ForeignMemory, Closes):
     stream.
     """
 
-    __slots__ = ("__weakref__", "_announced", "_contents", "_nbytes", "_offset", "_use")
+    __slots__ = ("__weakref__", "_announced", "_contents", "_import", "_nbytes", "_offset", "_stream", "_use")
 
     def __init__(self, new: Import, described: Descriptor, stream: Stream, announced: Announcement | None) -> None:
         """Open the allocation of ``described`` by the import ``new``, or use the import that this process already has
         of the allocation. ``stream`` waits for the contents that ``announced`` announces. Raises StaleDescriptorError,
         ValueError, CudaError; then nothing stays open.
         """
-        self._use = ImportUse(new, stream)
+        self._use = object()
+        """Use of the import (:attr:`Import.uses`)."""
+        self._import, self._stream = new, stream
         self._offset = described.offset
         self._nbytes = described.size
         self._announced: Announcement | None = announced
         self._contents: tuple[Announcement, ...] = ()
         try:
-            self._use.begin()
-            self._nbytes = described.size or self._checked_import().nbytes
+            with new.imports.lock:
+                known = new.imports.allocations.get(new.key)
+                if known is None or known._raw is None:
+                    new.begin(self._use)
+                else:
+                    self._import = known
+                    known.join(self._use, new)
+            self._nbytes = described.size or self._import.nbytes
             if announced is not None:
                 announced.precede(stream, self)
         except BaseException as first:
             # Undo the open after any error, also one that a signal handler raised. Otherwise the owner's free would
             # wait forever.
             try:
-                self._use.end(stream, used=False)
+                self._import.end_use(self._use, stream, used=False)
             except CudaError as later:
                 attach(first, later)
             raise
@@ -363,7 +374,7 @@ class ImportedBuffer(ForeignMemory, Closes):
 
         Memory opened without a stream can be used on any stream: each waits for the owner's work before its first use.
         """
-        return self._use.stream
+        return self._stream
 
     @property
     def location(self) -> MemLocation:
@@ -385,7 +396,7 @@ class ImportedBuffer(ForeignMemory, Closes):
     @property
     def closed(self) -> bool:
         """Whether this object was closed. Other objects of the same allocation do not count."""
-        return self._use.over
+        return self._use not in self._import.uses
 
     def close(self, stream: StreamLike | None = None) -> None:
         """Release the memory after the work of ``stream``, by default its own (``cuMemFreeAsync``,
@@ -406,19 +417,18 @@ class ImportedBuffer(ForeignMemory, Closes):
         CudaError
             The driver refused the release.
         """
-        if not self._use.over:
-            ordered = self._use.stream if stream is None else as_stream(stream, self._session, after=True)
+        if self._use in self._import.uses:
+            ordered = self._stream if stream is None else as_stream(stream, self._session, after=True)
             in_order_of(ordered, self._close_on)
 
     def _close_on(self, ordered: Stream) -> None:
-        use, imports = self._use, self._use.imported.imports
         if ordered.unlent is None:
             ordered.checked_raw()
             ordered.refuse_capture("cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
         if self._contents:
             self._await_on(ordered)
-        use.end(ordered)
-        imports.deferred.work()
+        self._import.end_use(self._use, ordered)
+        self._import.imports.deferred.work()
 
     def _about(self) -> Iterator[Row]:
         yield from super()._about()
@@ -426,28 +436,51 @@ class ImportedBuffer(ForeignMemory, Closes):
         yield "owner", f"another process, {alive}{', and the contents never came' if self.lost else ''}"
 
     def _checked_import(self) -> Import:
-        if self._use.over:
+        if self._use not in self._import.uses:
             raise ClosedError(f"this imported buffer of {size_text(self._nbytes)} was closed")
-        return self._use.imported
+        return self._import
 
     def check_usable(self) -> None:
         self._checked_import()
 
     @property
     def _session(self) -> Session:
-        return self._use.imported.imports.session
+        return self._import.imports.session
 
     def __del__(self) -> None:
-        use = getattr(self, "_use", None)
-        if use is not None and not use.over and self._session.usable:
-            listener = self._session.listener
-            if listener is not None and use.imported.count == 1:
-                listener.deferred(int(use.imported.address))
-            use.imported.imports.drop(use)
+        imported = getattr(self, "_import", None)
+        if imported is not None and self._use in imported.uses and imported.imports.session.usable:
+            listener = imported.imports.session.listener
+            if listener is not None and len(imported.uses) == 1:
+                listener.deferred(int(imported.address))
+            imported.imports.drop(_CloseDropped(imported, self._use, self._stream))
 
     def _text(self) -> str:
-        where = "closed" if self._use.over else f"at {self._at:#x}, {self.location}"
+        where = "closed" if self.closed else f"at {self._at:#x}, {self.location}"
         return f" of {self._nbytes} bytes {where}"
+
+
+class _CloseDropped(Deferred):
+    """Item of the queue of deferred releases: the close of a dropped :class:`ImportedBuffer`, after the work of the
+    buffer's stream.
+    """
+
+    __slots__ = ("_import", "_stream", "_use")
+
+    def __init__(self, imported: Import, use: object, stream: Stream) -> None:
+        self._import, self._use, self._stream = imported, use, stream
+
+    def attempt(self) -> bool:
+        imports = self._import.imports
+        if self._import.from_pool is None:
+            # The end waits for the stream, so it is made once the stream is idle.
+            imports.deferred.submit(OnceIdle(imports.session, self._end))
+        else:
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        ordered_after(self._stream, functools.partial(self._import.end_use, self._use))
 
 
 def _raw_import(new: Import, described: Descriptor, stream: StreamLike | None) -> ImportedBuffer:

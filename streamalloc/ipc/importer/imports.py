@@ -2,9 +2,9 @@
 driver's export data.
 
 The driver returns the same address for a second import of an allocation, and does not count imports. So this process
-counts its uses of an import (:class:`ImportUse`), and ends the import (:class:`Import`) with the last use. Before a new
-pool or control block is imported, :meth:`Imports.release_ended` submits those that have ended and that nothing uses to
-the queue of deferred releases.
+counts the uses of an import (:attr:`Import.uses`), and ends the import with the last use. Before a new pool or control
+block is imported, :meth:`Imports.release_ended` submits those that have ended and that nothing uses to the queue of
+deferred releases.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     deferred_queue,
-    ordered_after,
     work,
 )
 from streamalloc.core.session import PerDriver, Session
@@ -183,9 +182,8 @@ class PoolImport(Deferred):
 
 
 class Import:
-    """One import of an allocation of another process, with one or more uses (:class:`ImportUse`) in this process.
-
-    The caller of a method, other than the constructor, holds :attr:`Imports.lock`.
+    """One import of an allocation of another process, with one or more uses in this process: one by each
+    :class:`ImportedBuffer`, from its open to its close.
     """
 
     def __init__(
@@ -219,8 +217,8 @@ class Import:
         """``CUdeviceptr`` of the memory in this process; None before the import and after its release."""
         self.address: int = 0
         """Address of the memory in this process; 0 before the import."""
-        self.count: int = 1
-        """Number of uses that have not ended."""
+        self.uses: set[object] = set()
+        """One object for each use that has begun and has not ended."""
         self.passed: tuple[Event, ...] = ()
         """Events recorded after the work of uses that have ended. The stream of the last use's end waits for these
         events.
@@ -238,9 +236,9 @@ class Import:
         elif found != nbytes:
             raise ValueError(f"the descriptor says {size_text(nbytes)}, and the driver has {size_text(int(found))}")
 
-    def begin(self) -> None:
-        """Count the use of the lease, and import the allocation (``cuMemPoolImportPointer``, ``cuIpcOpenMemHandle``).
-        After an error, call :meth:`end_use`.
+    def begin(self, use: object) -> None:
+        """Begin the first use: count the use of the lease, and import the allocation (``cuMemPoolImportPointer``,
+        ``cuIpcOpenMemHandle``). The caller holds :attr:`Imports.lock`. After an error, call :meth:`end_use`.
 
         Raises
         ------
@@ -251,6 +249,7 @@ class Import:
         CudaError
             The driver refused the import.
         """
+        self.uses.add(use)
         self.imports.allocations[self.key] = self
         if self.lease is not None:
             self.lease.begin()
@@ -273,12 +272,13 @@ class Import:
         self.address = int(self._raw)
         self._check_size(self.nbytes)
 
-    def join(self, other: Import) -> None:
-        """Use this import for a further descriptor of the same memory; the caller has counted the use. ``other`` was
-        made for that descriptor, and its :meth:`begin` is not called. Raises the errors of :meth:`begin`; ValueError
-        also if the memory is open under another lease. After an error, call :meth:`end_use`.
+    def join(self, use: object, other: Import) -> None:
+        """Begin a further use, for a further descriptor of the same memory. ``other`` was made for that descriptor, and
+        its :meth:`begin` is not called. The caller holds :attr:`Imports.lock`. Raises the errors of :meth:`begin`;
+        ValueError also if the memory is open under another lease. After an error, call :meth:`end_use`.
         """
         lease = other.lease
+        self.uses.add(use)
         if lease is not None:
             if self.lease is None:
                 lease.begin()
@@ -288,23 +288,43 @@ class Import:
                 raise ValueError("this memory is open here under another lease: close that first")
         self._check_size(other.nbytes)
 
-    def end_use(self, stream: Stream, *, used: bool) -> None:
-        """End one use, after the work of ``stream`` if the use has ``used`` the memory. The end of the last use ends
-        the import. Raises CudaError; the use then stays.
+    def end_use(self, use: object, stream: Stream, *, used: bool = True) -> None:
+        """End a use after the work of ``stream``. The end of the last use ends the import. Idempotent. For memory of
+        ``cuMemAlloc`` the host waits for the stream.
+
+        ``used``: whether ``stream`` may have used the memory. If False, as after a failed open, the end of a later use
+        does not wait for ``stream``.
+
+        Raises
+        ------
+        CudaError
+            The driver refused a call. The use stays, and the call can be repeated.
+        ClosedError, CaptureError
+            The stream was closed or is being captured.
+        ForkedProcessError
+            This process is a forked child.
         """
-        if self.count > 1:
-            if used:
-                self.passed += (stream.record(),)
-            self.count -= 1
-            return
-        for event in self.passed:
-            stream.wait(event)
-        handle = stream.unlent
-        if handle is not None:
-            self._end(stream, handle)
-        else:
-            with self.imports.session.relaxed(), stream.device.current():
-                self._end(stream, stream.checked_raw())
+        if self.imports.session.forked:
+            self.imports.session.check_process()
+        if self.from_pool is None and use in self.uses:
+            # The host waits before it takes the lock. Otherwise imports on other threads would wait, too.
+            stream.synchronize()
+        with self.imports.lock:
+            if use not in self.uses:
+                return
+            if len(self.uses) > 1:
+                if used:
+                    self.passed += (stream.record(),)
+            else:
+                for event in self.passed:
+                    stream.wait(event)
+                handle = stream.unlent
+                if handle is not None:
+                    self._end(stream, handle)
+                else:
+                    with self.imports.session.relaxed(), stream.device.current():
+                        self._end(stream, stream.checked_raw())
+            self.uses.discard(use)
 
     def _end(self, stream: Stream, handle: Any) -> None:
         """Free the memory after the work of ``stream`` (``cuMemFreeAsync``), whose ``CUstream`` is ``handle``, or at
@@ -325,77 +345,6 @@ class Import:
             del self.imports.allocations[self.key]
         if self.lease is not None:
             self.lease.end(stream, handle)
-
-
-class ImportUse(Deferred):
-    """The use of an import by one :class:`ImportedBuffer`, from its open to its close.
-
-    As an item of the queue of deferred releases, this object ends the use of a buffer that was dropped, after the work
-    of the buffer's stream.
-    """
-
-    __slots__ = ("imported", "over", "stream")
-
-    def __init__(self, new: Import, stream: Stream) -> None:
-        self.stream: Stream = stream
-        self.imported: Import = new
-        self.over: bool = True
-        """Whether the use has ended, or has not begun."""
-
-    def begin(self) -> None:
-        """Begin the import, or add a use to the import that this process already has of the same allocation. Raises the
-        errors of :meth:`Import.begin` and :meth:`Import.join`. After an error, call :meth:`end`.
-        """
-        new, imports = self.imported, self.imported.imports
-        with imports.lock:
-            known = imports.allocations.get(new.key)
-            if known is None or known._raw is None:
-                self.over = False
-                new.begin()
-            else:
-                known.count += 1
-                self.imported, self.over = known, False
-                known.join(new)
-
-    def end(self, stream: Stream, *, used: bool = True) -> None:
-        """End the use after the work of ``stream`` (:meth:`Import.end_use`). Idempotent. For memory of ``cuMemAlloc``
-        the host waits for the stream.
-
-        ``used``: whether ``stream`` may have used the memory. If False, as after a failed open, the end of a later use
-        does not wait for ``stream``.
-
-        Raises
-        ------
-        CudaError
-            The driver refused a call. The use stays, and the call can be repeated.
-        ClosedError, CaptureError
-            The stream was closed or is being captured.
-        ForkedProcessError
-            This process is a forked child.
-        """
-        imported = self.imported
-        session = imported.imports.session
-        if session.forked:
-            session.check_process()
-        if imported.from_pool is None and not self.over:
-            # The host waits before it takes the lock. Otherwise imports on other threads would wait, too.
-            stream.synchronize()
-        with imported.imports.lock:
-            if not self.over:
-                imported.end_use(stream, used=used)
-                self.over = True
-
-    def attempt(self) -> bool:
-        imported = self.imported
-        if imported.from_pool is None:
-            # The end waits for the stream, so it is made once the stream is idle.
-            imported.imports.deferred.submit(OnceIdle(imported.imports.session, self._end))
-        else:
-            self._end()
-        return True
-
-    def _end(self) -> None:
-        ordered_after(self.stream, self.end)
 
 
 class Imports:

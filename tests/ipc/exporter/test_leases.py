@@ -11,7 +11,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
-from streamalloc.ipc.importer.imports import ImportUse
+from streamalloc.ipc.importer.imported import _CloseDropped
 from streamalloc.testing import Gate
 from tests.ipc import support as steps
 from tests.ipc.support import POSIX, shared_pool, uses
@@ -120,7 +120,7 @@ def _has_let_go(there: There) -> bool:
     """Whether dropped imports are closed, which a thread does. Pools of earlier exporters wait for the held stream."""
     queue = deferred_queue(there.stream._session)
     items = (*queue.submitted, *queue._new, *queue._waiting, *queue._working.values())
-    return not any(isinstance(item, ImportUse) for item in items)
+    return not any(isinstance(item, _CloseDropped) for item in items)
 
 
 def _close_stream(there: There, name: str) -> None:
