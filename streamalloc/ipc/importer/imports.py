@@ -392,10 +392,13 @@ class Imports:
         self.deferred.submit(item)
         self._dropped.put(True)
 
-    def other_device(self, described: Descriptor, stream: StreamLike | None) -> Device:
-        """Return the device of ``stream`` for memory of another machine. Raises ValueError for other memory, which is
-        on a device that this process does not see.
+    def device_for(self, described: Descriptor, stream: StreamLike | None) -> Device:
+        """Return the device of the memory, or the device of ``stream`` for memory of another machine. Raises ValueError
+        for other memory that is on a device that this process does not see.
         """
+        device = self.device_of(described.device)
+        if device is not None:
+            return device
         if described.handle_type == FABRIC and stream is not None:
             return as_stream(stream, self.session).device
         why = "this process does not see: is it hidden by CUDA_VISIBLE_DEVICES?"

@@ -105,9 +105,9 @@ def open(
     session = session_of(stream) if isinstance(stream, Stream) else None
     if session is None or (driver is not None and session.driver is not driver):
         session = Session.of(driver if driver is not None else default_driver())
-    received = Received(handles)
+    received = Received(session, handles, data, stream)
     try:
-        return _open(session, received, data, stream, kind)  # type: ignore[return-value]
+        return _open(received, kind)  # type: ignore[return-value]
     finally:
         received.close()
 
@@ -146,23 +146,11 @@ def receive(
 
 
 class Received:
-    """Arguments of one call of :func:`open`: the handles, and the descriptor with the objects that it names.
+    """Arguments of one call of :func:`open`, decoded and checked. :meth:`attach` finds the exporter's words.
     :meth:`close` ends the hold of the descriptor.
     """
 
-    imports: Imports
-    described: Descriptor
-    device: Device
-    stream: Stream
-    """The stream that waits for the contents: the caller's, or else the device's default stream."""
-    any_stream: bool
-    """Whether the caller named no stream: then each stream that uses the memory waits for the contents, too."""
-    block: ControlBlock | None = None
-    """The exporter's control block. None if there is none, or if it is on another machine."""
-    announced: Announcement | None = None
-    """The announcement of the contents; None if there is no control block."""
-
-    def __init__(self, handles: Sequence[Fd]) -> None:
+    def __init__(self, session: Session, handles: Sequence[Fd], data: bytes, stream: StreamLike | None) -> None:
         # Handles that this process has shared itself are replaced by duplicates: the originals must stay open, because
         # the process may share the memory again.
         ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
@@ -170,9 +158,30 @@ class Received:
         self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in given]
         self._by_id: dict[bytes, Fd] = {}
         self._mark: Mark | None = None
-        """The mark of the hold. None if there is no hold, or if it has a pipe."""
+        """The mark of the hold. None before :meth:`attach`, if there is no hold, or if it has a pipe."""
+        self.block: ControlBlock | None = None
+        """The exporter's control block. None before :meth:`attach`, if there is none, or if it is on another machine.
+        """
+        self.announced: Announcement | None = None
+        """The announcement of the contents; None if there is no control block."""
+        try:
+            session.check_process()
+            self.imports: Imports = imports_of(session)
+            self.imports.deferred.work()
+            self.described: Descriptor = Descriptor.from_bytes(data)
+            self._identify()
+            if self.described.driver_version != self.imports.version:
+                self.imports.warn_of_version(self.described.driver_version)
+            self.device: Device = self.imports.device_for(self.described, stream)
+            self.stream: Stream = self.device.default_stream if stream is None else _waiting_stream(stream, session)
+            """The stream that waits for the contents: the caller's, or else the device's default stream."""
+            self.any_stream: bool = stream is None
+            """Whether the caller named no stream: then each stream that uses the memory waits for the contents, too."""
+        except BaseException:
+            self.close()
+            raise
 
-    def identify(self) -> None:
+    def _identify(self) -> None:
         """Record which of the received handles has which id of the descriptor (:meth:`Descriptor.handle_ids`), so that
         :meth:`take` finds the handle. Raises ValueError if some handles came, but not as many as there are ids. A
         message may have no handles, or only the pipe of a hold.
@@ -233,16 +242,11 @@ class Received:
             fd.close()
 
 
-def _open(
-    session: Session, received: Received, data: bytes, stream: StreamLike | None, kind: type[object] | None
-) -> Imported:
-    """Decode and check the descriptor ``data``, import its handles, and open its memory, pool or event. Raises the
-    errors of :func:`open`.
+def _open(received: Received, kind: type[object] | None) -> Imported:
+    """Check the kind, attach the control block, and open the memory, pool or event. Raises the errors of
+    :func:`open`.
     """
-    session.check_process()
-    received.imports = imports = imports_of(session)
-    imports.deferred.work()
-    received.described = described = Descriptor.from_bytes(data)
+    described = received.described
     opener, result = _MECHANISMS[described.mechanism]
     if described.mechanism is Mechanism.PHYSICAL and described.origin == NOWHERE:
         result = PhysicalMemory
@@ -251,13 +255,7 @@ def _open(
         result = ImportedArray
     if kind is not None and not issubclass(result, kind):
         raise TypeError(f"kind={kind.__name__}: what was shared is opened as {result.__name__}")
-    received.identify()
-    received.device = imports.device_of(described.device) or imports.other_device(described, stream)
-    if described.driver_version != imports.version:
-        imports.warn_of_version(described.driver_version)
-    received.any_stream = stream is None
-    received.stream = received.device.default_stream if stream is None else _waiting_stream(stream, session)
-    with session.beside_captures():
+    with received.imports.session.beside_captures():
         received.attach()
         opened = opener(received)
     if not is_array:
