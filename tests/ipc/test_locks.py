@@ -1,6 +1,7 @@
 """Locks of sharing, each by an interleaving that goes wrong without it. The importer is another simulated machine."""
 
 import contextlib
+import itertools
 import os
 import threading
 import weakref
@@ -132,8 +133,37 @@ class TestExporter:
             assert lease._in_transit()
             lease._holds.clear()
 
-    def test_a_free_that_ignores_importers_leaves_descriptors_stale(self, owner: Owner, importer: Imports) -> None:
+    def test_a_refused_free_refuses_no_open(self, owner: Owner, importer: Imports) -> None:
+        """Another importer opens the memory at any of its lines."""
+        drivers: list[Any] = [importer.session.driver, sd.simulated()]
+        streams = [sa.Device(0, driver=driver).create_stream() for driver in drivers]
+
+        def open_it(shared: ipc.Shared, which: int) -> Any:
+            return ipc.open(bytes(shared), again(shared.fds), stream=streams[which], driver=drivers[which])
+
+        def make() -> tuple[sa.Buffer, ipc.Shared, Any]:
+            _, buffer = owner.lease()
+            shared = ipc.share(buffer)
+            return buffer, shared, open_it(shared, 0)
+
+        def refused(buffer: sa.Buffer) -> None:
+            with pytest.raises(sa.StillImportedError):
+                buffer.free(still_imported="raise")
+
+        for _, _, opened in interleaved(
+            Lease.end, make, lambda it: refused(it[0]), lambda it: open_it(it[1], 1).close(), at="line"
+        ):
+            opened.close()
+        for stream in streams:
+            stream.close()
+
+    def test_a_free_that_ignores_importers_leaves_descriptors_stale(
+        self, owner: Owner, importer: Imports, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Also beside one that asks them, and makes descriptors valid again."""
+        # An importer opens the memory right after the first look.
+        looks = itertools.cycle([True, False])
+        monkeypatch.setattr(Lease, "_all_closing", lambda *_: next(looks))
         driver: Any = importer.session.driver
         stream = sa.Device(0, driver=driver).create_stream()
         opened: list[Any] = []

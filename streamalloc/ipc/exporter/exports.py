@@ -262,6 +262,8 @@ class Lease(SharedState):
         with self.lock:
             if self._holds and self._in_transit():
                 return False
+            if not for_good and not self._all_closing(self._using()):
+                return False  # An importer that opens the memory now must not find its descriptor stale for a moment.
             words.generation.value = (self.generation + 1) % WORD
             fence()
             try:
@@ -271,13 +273,19 @@ class Lease(SharedState):
                     words.generation.value = self.generation
         return ended
 
+    def _all_closing(self, importers: list[int]) -> bool:
+        """Whether all ``importers``, given by their indexes, have written ``closing``: then their writes of ``closed``
+        are queued.
+        """
+        opened, closing = self.block.opened[self.slot], self.block.closing[self.slot]
+        return all(opened[importer] == closing[importer] for importer in importers)
+
     def _follow_importers(self, stream: Stream | None) -> bool:
         """Make ``stream`` wait for the importers that have not written ``closed`` yet, if all of these have written
-        ``closing``: then their writes of ``closed`` are queued. Returns whether they have. Raises CudaError.
+        ``closing``. Returns whether they have. Raises CudaError.
         """
         using = self._using()
-        opened, closing = self.block.opened[self.slot], self.block.closing[self.slot]
-        if any(opened[importer] != closing[importer] for importer in using):
+        if not self._all_closing(using):
             return False
         for importer in using if stream is not None else ():
             theirs = self.block.importer_words(self.slot, importer)

@@ -33,8 +33,8 @@ Word            Written by                                         Read by
 ==============  =================================================  ==================================================
 
 A free in one process while another process opens the memory. Each process writes a word, executes a :func:`fence`, and
-reads the other's word. So at least one process finds what the other has written. While a hold lasts, the exporter does
-not begin::
+reads the other's word. So at least one process finds what the other has written. The exporter does not begin while a
+hold lasts, and, unless the free can be deferred, while it finds the memory open::
 
     importer                                       exporter
     opened += 1; fence                             generation += 1; fence
