@@ -9,11 +9,12 @@ How a hazard is found, for the race of ``cuMemsetD8Async(x, ..., b)`` with earli
    the code before the ``yield`` (``_before``, ``_apply``, ``uses.run_before``). ``end_call`` sends the driver's answer
    to the ``yield``, which runs the second half (``_after``). A function (``Rule.after``) is called by ``_after`` if the
    driver call has succeeded.
-3. The rule (here ``rules.work``) finds the stream and the memory in ``state.State`` and queues a use:
-   ``uses.queue_use``. ``clocks.Timeline.submit`` runs ``uses.touch`` once everything before the use is known; during
-   the call, unless the stream waits for something.
-4. ``judge.Judge.use`` compares the use with the recorded uses of the same bytes (``ranges.Bytes.touch``) by the clocks
-   of their streams. It reports two uses without an order as a ``Hazard``.
+3. The first half of the rule (here in ``rules.work``) finds the memory (``uses.look_up``), and reports memory that is
+   freed already (``uses.stale``). The second half queues a use of it (``uses.queue_use``).
+   ``clocks.Timeline.submit`` runs ``uses.check_uses`` once everything before the use is known; during the call, unless
+   the stream waits for something.
+4. ``judge.Judge.use`` compares the use with the recorded uses of the same bytes (``ranges.Bytes.record_access``) by the
+   clocks of their streams. It reports two uses without an order as a ``Hazard``.
 5. ``report.Reports`` collects the hazards of the call. Hazards of known places are only counted; ``deliver`` shows or
    raises the others.
 

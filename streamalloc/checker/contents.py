@@ -146,6 +146,10 @@ def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
 
 PAGEABLE = "pageable memory"
 HOST_KINDS = ("pinned memory", "registered memory", PAGEABLE)
+FLAG = 64
+"""Largest size in bytes of a write to host memory that may be a value which the host polls. By polling, the host finds
+out without a call that the work before the write has ended.
+"""
 _MOST_FLAGS = 64
 _MOST_COMPARED = 64
 """Largest number of copies, the latest ones, among which a copy of the same bytes is searched."""
@@ -153,6 +157,12 @@ _ROW, _FACTOR = 1 << 20, np.uint64(0x9E3779B97F4A7C15)
 """Size of a row in bytes. Of a source larger than one row, a weighted sum of the rows is compared, which takes less
 time than a checksum of all bytes.
 """
+
+
+def is_of_host(range_: Range) -> bool:
+    """Whether the host may read and write the memory of ``range_`` without a call that the checker is told of."""
+    # The program has the address of pinned memory: it got the address from a driver call, or gave it to one.
+    return range_.viewed or range_.kind in HOST_KINDS
 
 
 @dataclass(eq=False)
@@ -212,11 +222,19 @@ class QueuedSources:
             if not write and piece[0].bytes not in written:
                 self._watch(piece, stream, what, stack, mark)
 
+    def queued(self, stream: TrackedStream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
+        """Watch the host memory that the latest operation of ``stream`` reads (:meth:`add`), and record the bytes that
+        the operation writes and that the host may poll (:meth:`polled`).
+        """
+        self.add(stream, pieces, what, stack)
+        for (range_, low, high), write in pieces:
+            if write and high - low <= FLAG and is_of_host(range_):
+                self.polled(stream, low, high)
+
     @staticmethod
     def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
         """Return those of ``pieces`` that the host may write without a call that the checker is told of."""
-        # The program has the address of pinned memory: it got the address from a driver call, or gave it to one.
-        return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
+        return [(piece, write) for piece, write in pieces if is_of_host(piece[0])]
 
     def view(self, pieces: Iterable[Piece]) -> None:
         """Record that the host has a NumPy array over ``pieces``. The parts that queued work has still to read are

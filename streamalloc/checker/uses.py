@@ -1,7 +1,7 @@
 """Rules of driver calls, and functions that several rules use: uses of memory by streams and by the host, and waits of
 the host.
 
-A use is queued by the call (:func:`queue_use`) and checked when its stream runs it (:func:`touch`). The two times
+A use is queued by the call (:func:`queue_use`) and checked when its stream runs it (:func:`check_uses`). The two times
 differ if the stream waits for something that has not happened: a value, a host function, or an event behind one of
 these. A check at the call would miss the order that this wait gives. The host may free or write the memory meanwhile,
 so queued uses are recorded separately (:func:`record_waiting`, ``QueuedSources``).
@@ -30,8 +30,8 @@ from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.block_kernel import parameters_of
 from streamalloc.driver.reports import Stack
 
-Touch = tuple[int, int, bool]
-"""Tuple of address, size in bytes, and whether the bytes are written."""
+Use: TypeAlias = "tuple[Any, Any, bool]"
+"""Use that a call names: address, size in bytes, and whether the bytes are written."""
 Arguments: TypeAlias = "tuple[Any, ...]"
 Answer: TypeAlias = "tuple[Any, ...]"
 Rest: TypeAlias = Callable[[Answer], object]
@@ -67,10 +67,6 @@ node of a graph if the driver gives no name.
 """
 _KERNEL = "kernel "
 """Beginning of the report text for a kernel with a name."""
-FLAG = 64
-"""Largest size in bytes of a write to host memory that may be a value which the host polls. By polling, the host finds
-out without a call that the work before the write has ended.
-"""
 _SEGMENTS = ("device memory", "mapping")
 """Kinds of ranges that an allocator may divide into blocks."""
 _NEW = ("allocation", "device memory")
@@ -87,11 +83,6 @@ def _words(value: Any) -> list[int]:
         return [int(value)]
     data = bytes(value)
     return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data) - 7, 8)]
-
-
-def may_poll(range_: Range) -> bool:
-    """Whether the host may read the memory of ``range_`` without making a call."""
-    return range_.viewed or range_.kind in HOST_KINDS
 
 
 def nothing(answer: tuple[Any, ...]) -> None:
@@ -197,10 +188,11 @@ def kernel_nodes(state: State, call: str, stack: Stack, where: str, runs: bool, 
         return [TrackedNode("use", what, stack, kernel=True, unseen=Unseen(_named(state, *launch[1:])))]
     found = []
     for atomic in (False, True):
-        touched = [one[:3] for one in uses if one[3] is atomic]
-        if touched or not atomic:
-            check_extent(state, f"{what} {where}", touched, stack, runs)
-            found.append(TrackedNode("use", what, stack, pieces(state, touched), kernel=True, atomic=atomic))
+        used = [one[:3] for one in uses if one[3] is atomic]
+        if used or not atomic:
+            check_extent(state, f"{what} {where}", used, stack, runs)
+            pieces = present(state, look_up(state, used))
+            found.append(TrackedNode("use", what, stack, pieces, kernel=True, atomic=atomic))
     return found
 
 
@@ -268,51 +260,63 @@ def wait_for_device(state: State) -> None:
 # -- uses --------------------------------------------------------------------------------------------------
 
 
-def all_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """Return the parts of ranges, also of freed ranges, that ``touched`` names, each with whether it is written.
-    Addresses in no range are left out.
+class Found(NamedTuple):
+    """Memory that uses name."""
+
+    pieces: Pieces
+    """Parts of ranges, also of freed ranges, each with whether it is written."""
+    elsewhere: list[Use]
+    """Uses that begin outside of all ranges."""
+
+
+def look_up(state: State, used: Iterable[Use]) -> Found:
+    """Return the memory that ``used`` names. A rule looks it up once, before the call."""
+    found = Found([], [])
+    for address, size, write in used:
+        at, nbytes = number_of(address), int(size)
+        parts = state.addresses.pieces(at, nbytes)
+        found.pieces.extend((part, write) for part in parts)
+        if nbytes and not (parts and parts[0][1] == at):
+            found.elsewhere.append((at, nbytes, write))
+    return found
+
+
+def present(state: State, found: Found) -> Pieces:
+    """Return the parts of ranges, without freed ranges whose addresses other memory may have now. Memory that was not
+    allocated through this checker gets a note.
     """
-    return [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), int(size))]
+    note_unknown(state, found)
+    return [one for one in found.pieces if not one[0][0].vacated]
 
 
-def pieces(state: State, touched: Iterable[Touch]) -> Pieces:
-    """Return the parts of ranges at addresses, without freed ranges whose addresses other memory may have now. Memory
-    that was not allocated through this checker gets a note.
-    """
-    touched = list(touched)
-    _note_unknown(state, touched)
-    return [one for one in all_pieces(state, touched) if not one[0][0].vacated]
-
-
-def _note_unknown(state: State, touched: Iterable[Touch]) -> None:
+def note_unknown(state: State, found: Found) -> None:
     """Add a note on memory that the driver knows and that was not allocated through this checker."""
-    for address, size, _ in touched:
-        at = number_of(address)
-        if size and state.addresses.find(at) is None and not state.is_pageable(at):
+    for at, _, _ in found.elsewhere:
+        if not state.is_pageable(at):
             state.notes.add("memory")
 
 
-def node_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
+def present_in_graph(state: State, found: Found) -> Pieces:
     """Return the parts of ranges that a node of a graph uses.
 
     Pageable memory that the node reads is among these parts, because each launch reads it when the launch runs.
     """
-    touched = list(touched)
-    read = ((number_of(at), int(size)) for at, size, write in touched if not write and int(size))
-    pageable = [Range(at, size, PAGEABLE, stack=state.place()) for at, size in read if state.is_pageable(at)]
-    return [*pieces(state, touched), *(((one, one.base, one.end), False) for one in pageable)]
+    read = ((at, nbytes) for at, nbytes, write in found.elsewhere if not write)
+    pageable = [Range(at, nbytes, PAGEABLE, stack=state.place()) for at, nbytes in read if state.is_pageable(at)]
+    return [*present(state, found), *(((one, one.base, one.end), False) for one in pageable)]
 
 
 def prepare(state: State, pieces: Pieces) -> None:
     """Read the announcements of other processes about the memory, before a use of it.
 
-    Memory that the use writes is not watched any more as a source of queued copies.
+    Of memory that the use writes, the types of the elements are dropped, and the watches as a source of queued copies.
     """
     if state.interprocess.uses:
         written = {piece[0] for piece, write in pieces if write}
         for range_ in {piece[0] for piece, _ in pieces}:
             state.interprocess.refresh(range_, range_ in written)
     state.sources.forget(piece[0] for piece, write in pieces if write)
+    state.types.forget(pieces)
 
 
 def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int, write: bool, atomic: bool) -> None:
@@ -321,10 +325,11 @@ def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int
     ``write``: whether the kernel writes the memory. ``atomic``: whether it does so by atomic operations only, so that
     it does not race other such kernels.
     """
-    stack, touched = state.place(), [(address, nbytes, write)]
-    _note_unknown(state, touched)
-    queue_use(state, stream, TrackedNode("use", KERNEL, stack, all_pieces(state, touched), kernel=True, atomic=atomic))
-    check_extent(state, f"{KERNEL} on {stream.name}", touched, stack, stream not in state.streams.captures)
+    stack, used = state.place(), [(address, nbytes, write)]
+    found = look_up(state, used)
+    note_unknown(state, found)
+    queue_use(state, stream, TrackedNode("use", KERNEL, stack, found.pieces, kernel=True, atomic=atomic))
+    check_extent(state, f"{KERNEL} on {stream.name}", used, stack, stream not in state.streams.captures)
 
 
 def kernels_of_others(
@@ -368,13 +373,13 @@ def _is_new(range_: Range, address: int) -> bool:
     return bool(is_of_devices) and range_.bytes.is_unused(address - range_.base + range_.offset)
 
 
-def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
+def check_extent(state: State, kernel: str, used: Iterable[Use], stack: Stack, runs: bool) -> None:
     """Report a kernel that uses addresses beyond its memory. The driver refuses such copies and fills, but not such
     kernels.
 
     ``runs``: False for a kernel in a graph, because memory may still be mapped before the launch.
     """
-    for address, size, _ in touched:
+    for address, size, _ in used:
         nbytes = int(size)
         start, end = number_of(address), number_of(address) + nbytes
         pieces = state.addresses.pieces(start, nbytes)
@@ -398,14 +403,20 @@ def release_mapped(state: State, address: int, nbytes: int, released: bool) -> N
 
 
 def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
-    """Queue a use of memory, or add it to the capture of its stream. A queued write to memory that the program has
-    released is reported.
+    """Queue a use of memory, or add it to the capture of its stream. ``node`` has the memory, the name and the place of
+    the use. The steps, with the reason for their order:
 
-    ``node`` has the memory, the name and the place of the use.
+    1. What other processes have announced is read, because the use is judged by it (:func:`prepare`).
+    2. A captured use becomes a node of a graph. All further steps are those of a launch.
+    3. A write to memory that the program has released is reported now, because it was queued after the release.
+    4. The use is queued. Its stream may run it at once, so it is judged here (:func:`check_uses`).
+    5. Sources of copies are watched until the use has ended, so the use must be queued. A kernel that may write them
+       ends the watches again.
+    6. If the stream waits, the use is recorded as queued. Step 4 has then not judged it.
+    7. A stream of another library gets an event behind the use.
     """
     pieces, what, stack = node.pieces, node.what, node.stack
     prepare(state, pieces)
-    state.types.forget(pieces)
     capture = state.capture_of(stream)
     if capture is not None:
         node.captured = state.now
@@ -418,12 +429,9 @@ def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
             text = f"{what} on {stream.name} writes {range_}, which was released before."
             remedy = "take the memory into use again before the write: commit the page."
             state.judge.report("use after free", text, remedy, range_, stack, released=range_.released)
-    state.timeline.submit(stream, lambda stream: touch(state, stream, node, stack))
-    state.sources.add(stream, pieces, what, stack)
+    state.timeline.submit(stream, lambda stream: check_uses(state, stream, node, stack))
+    state.sources.queued(stream, pieces, what, stack)
     may_write(state, stream, node)
-    for (range_, low, high), write in pieces:
-        if write and high - low <= FLAG and may_poll(range_):
-            state.sources.polled(stream, low, high)
     record_waiting(state, stream, node, stack)
     state.streams.foreign.did(stream)
 
@@ -441,7 +449,7 @@ def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack
             range_.last[stream.number] = Access(stream, node.what, stack, write, time=NEVER)
 
 
-def touch(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
+def check_uses(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
     """Check the reads and writes of an operation at the time when its stream runs it. ``stack``: place of the
     operation.
     """
@@ -499,30 +507,30 @@ def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict
 # -- uses of freed memory ----------------------------------------------------------------------------------
 
 
-def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Steps:
+def stale(state: State, handle: Any, what: str, pieces: Pieces, *, in_order: bool = True) -> Steps:
     """Report a use of memory that was certainly freed before. If it is uncertain whether the free comes before the use,
     the use is reported only if the driver refuses the call. Nothing is reported while the stream waits for something.
 
     ``what``: name of the call. ``in_order``: False for a call outside of stream order. Returns the driver's answer.
     """
-    gone = [one for one in all_pieces(state, touched) if one[0][0].ended is not None]
+    gone = [one for one in pieces if one[0][0].ended is not None]
     if not gone:
         return (yield)
     stream = state.stream(handle) if in_order else None
     if stream in state.streams.captures:
-        return (yield from stale_at_launch(state, what, touched))
+        return (yield from stale_at_launch(state, what, gone))
     if stream is not None and stream.obstacle is not None:
         return (yield)
     return (yield from _stale(state, gone, stream, what))
 
 
-def stale_at_launch(state: State, what: str, touched: Iterable[Touch]) -> Steps:
+def stale_at_launch(state: State, what: str, pieces: Pieces) -> Steps:
     """Report an operation on freed memory that a call adds to a graph.
 
     Addresses of a pool or mapping stay reserved after a free, and may have memory again at the launch. So only ranges
     whose addresses are no longer reserved are reported (:attr:`.Range.vacated`). Returns the driver's answer.
     """
-    gone = [one for one in all_pieces(state, touched) if one[0][0].vacated]
+    gone = [one for one in pieces if one[0][0].vacated]
     return (yield from _stale(state, gone, None, what)) if gone else (yield)
 
 

@@ -31,6 +31,7 @@ from typing import Any, TypeVar, cast
 
 from streamalloc.checker import uses
 from streamalloc.checker.clocks import TrackedStream
+from streamalloc.checker.contents import FLAG, is_of_host
 from streamalloc.checker.ranges import Range
 from streamalloc.checker.report import Reports
 from streamalloc.checker.rules.memory import granted, mappings
@@ -818,14 +819,14 @@ class Poison:
     def _delay(self, to: Any, source: Any, size: Any, stream: Any) -> None:
         """Fill the target of a copy to host memory, and delay the copy until the host waits, on a simulated driver.
 
-        A host that reads the target too early then reads the fill value. Copies of at most :data:`.uses.FLAG` bytes, in
+        A host that reads the target too early then reads the fill value. Copies of at most :data:`.FLAG` bytes, in
         captured streams, or to overlapping bytes are left out.
         """
         target, nbytes, found = number_of(to), int(size), self._state.stream(stream)
         pieces = self._state.addresses.pieces(target, nbytes)
-        if not self._delays or nbytes <= uses.FLAG or found in self._state.streams.captures:
+        if not self._delays or nbytes <= FLAG or found in self._state.streams.captures:
             return
-        if pieces and all(uses.may_poll(one) for one, _, _ in pieces) and abs(number_of(source) - target) >= nbytes:
+        if pieces and all(is_of_host(one) for one, _, _ in pieces) and abs(number_of(source) - target) >= nbytes:
             self._queue(target, nbytes, stream, ALLOCATED)
             _WAITED.clear()
             with self._under(found.context):

@@ -15,7 +15,7 @@ from streamalloc.checker.ranges import Bytes, Range
 from streamalloc.checker.rules.order import batch_of_values, event_of, record, wait
 from streamalloc.checker.rules.work import plane, rows
 from streamalloc.checker.state import Executable, State
-from streamalloc.checker.uses import Answer, Arguments, Steps, Touch, ends, rules
+from streamalloc.checker.uses import Answer, Arguments, Steps, Use, ends, rules
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.reports import Launched, Stack
 
@@ -78,7 +78,8 @@ def launch(state: State, executable: Executable, stream: TrackedStream, stack: S
         elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
             # The addresses may be mapped to other memory since the capture, and a launch uses the mapping of its own
             # time.
-            node.pieces = uses.all_pieces(state, ((low, high - low, write) for (_, low, high), write in node.pieces))
+            named = ((low, high - low, write) for (_, low, high), write in node.pieces)
+            node.pieces = uses.look_up(state, named).pieces
     _run(state, stream, together, stack)
     if not any(node.kind == "step" for node in nodes):
         followed = state.sources.followed(used)
@@ -98,7 +99,7 @@ def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: S
                 continue
             launched = Launched(node.stack, stack)
             if node.kind == "use":
-                uses.touch(state, stream, node, launched)
+                uses.check_uses(state, stream, node, launched)
                 uses.may_write(state, stream, node)
             elif node.kind == "free":
                 state.judge.free(node.range, stream, stream.clock, node.what, launched)
@@ -175,22 +176,22 @@ def _adds(at: int, make: MakeNodes, state: State, name: str, args: Arguments, an
         graph.add(int(answer[1]), node, [int(one) for one in args[1] or ()])
 
 
-def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Steps:
-    """Rule for a call that adds a node: report freed memory among the memory that its arguments name. ``touched``
+def _checks(named: Callable[[State, Any], Iterable[Use]], state: State, name: str, args: Arguments) -> Steps:
+    """Rule for a call that adds a node: report freed memory among the memory that its arguments name. ``named``
     returns this memory.
 
     The report is made before the call, because the driver may refuse the call.
     """
-    return uses.stale_at_launch(state, name, touched(state, args[3]))
+    return uses.stale_at_launch(state, name, uses.look_up(state, named(state, args[3])).pieces)
 
 
-def _filled(state: State, one: Any) -> list[Touch]:
+def _filled(state: State, one: Any) -> list[Use]:
     width, height = int(one.width) * int(one.elementSize), int(one.height) or 1
     return rows(state, number_of(one.dst), int(one.pitch), width, height, True)
 
 
-def _work_node(touched: Callable[[State, Any], Iterable[Touch]], state: State, params: Any) -> list[TrackedNode]:
-    return [TrackedNode("use", pieces=uses.node_pieces(state, touched(state, params)))]
+def _work_node(named: Callable[[State, Any], Iterable[Use]], state: State, params: Any) -> list[TrackedNode]:
+    return [TrackedNode("use", pieces=uses.present_in_graph(state, uses.look_up(state, named(state, params))))]
 
 
 def _allocation_node(state: State, params: Any) -> list[TrackedNode]:

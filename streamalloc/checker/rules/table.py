@@ -6,7 +6,7 @@ import re
 
 from streamalloc.checker.rules import graphs, memory, order, work
 from streamalloc.checker.state import State
-from streamalloc.checker.uses import Arguments, Around, Rule, Steps, nothing, run_before, stale
+from streamalloc.checker.uses import Arguments, Around, Rule, Steps, look_up, nothing, run_before, stale
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.bindings import cuda
 
@@ -37,7 +37,8 @@ def _checked(around: Around | None, at: int) -> Around:
     """
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
-        gone = run_before(stale(state, 0, name, ((args[at], 1, False),), in_order=False))
+        named = look_up(state, ((args[at], 1, False),)).pieces
+        gone = run_before(stale(state, 0, name, named, in_order=False))
         rest = nothing if around is None else run_before(around(state, name, args))
         answer = yield
         gone(answer)

@@ -10,7 +10,7 @@ from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedNode
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.state import State, TrackedArray
-from streamalloc.checker.uses import Arguments, Around, Steps, Touch, rules
+from streamalloc.checker.uses import Arguments, Around, Steps, Use, rules
 from streamalloc.driver.bindings import number_of
 
 # Values of CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. With _ANY a copy may read
@@ -23,15 +23,15 @@ _ROWS = 1 << 15
 class _Uses(NamedTuple):
     """Memory that the arguments of one call name, by the way in which the call uses it."""
 
-    touched: Iterable[Touch] = ()
+    used: Iterable[Use] = ()
     """Reads and writes in stream order, as far as they are known."""
     sides: tuple[Any, ...] = ()
     """Target and source of a copy, or target of a fill, by which it is decided whether the host waits. None for an
     array.
     """
-    taken: Iterable[Touch] = ()
+    taken: Iterable[Use] = ()
     """Reads of memory that end before the call returns, outside of stream order."""
-    named: Iterable[Touch] = ()
+    named: Iterable[Use] = ()
     """Memory that must exist, although the call neither reads nor writes it."""
     then: Callable[[TrackedStream], object] = lambda stream: None
     """Function that is called with the stream after the work is queued."""
@@ -56,7 +56,9 @@ def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> A
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
         memory, handle = read(state, args), _stream(args, stream_at)
-        answer = yield from uses.stale(state, handle, name, (*memory.touched, *memory.named))
+        found = uses.look_up(state, memory.used)
+        named = uses.look_up(state, memory.named)
+        answer = yield from uses.stale(state, handle, name, found.pieces + named.pieces)
         if answer[0]:
             return
         for address, nbytes, write in memory.taken:
@@ -66,8 +68,8 @@ def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> A
             # Before such a copy the driver waits for the earlier work. It does not wait for the copy itself, whose
             # bytes may still be on the way when the call returns.
             uses.host_waited_for(state, stream)
-        find = uses.node_pieces if stream in state.streams.captures else uses.pieces
-        uses.queue_use(state, stream, TrackedNode("use", name, state.place(), find(state, memory.touched)))
+        present = uses.present_in_graph if stream in state.streams.captures else uses.present
+        uses.queue_use(state, stream, TrackedNode("use", name, state.place(), present(state, found)))
         memory.then(stream)
         if stream not in state.streams.captures and _host_waits(state, memory.sides, waits):
             uses.host_waited_for(state, stream)
@@ -131,17 +133,17 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> Arou
 
 
 def _copied(state: State, target: Any, source: Any, size: int) -> _Uses:
-    touched = [(source, size, False), (target, size, True)]
+    used = [(source, size, False), (target, size, True)]
 
     def then(stream: TrackedStream) -> None:
         if size and stream not in state.streams.captures and not state.streams.foreign.may_write:
             state.types.copied(target, source, size, "a copy")
 
     same = number_of(source) == number_of(target)
-    return _Uses(touched[1:] if same else touched, (target, source) if size else (), then=then)
+    return _Uses(used[1:] if same else used, (target, source) if size else (), then=then)
 
 
-def rows(state: State, start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
+def rows(state: State, start: int, pitch: int, width: int, height: int, write: bool) -> list[Use]:
     """Return a use for each row of a plane, or one use if the rows are contiguous. ``start``: address of the first row.
     ``pitch``: distance of the rows in bytes; 0 if they are contiguous. ``width``: bytes of a row. ``height``: number of
     rows. ``write``: whether the rows are written.
@@ -155,12 +157,12 @@ def rows(state: State, start: int, pitch: int, width: int, height: int, write: b
     return [(start + row * pitch, width, write) for row in range(min(height, _ROWS))]
 
 
-def plane(state: State, copy: Any) -> list[Touch]:
+def plane(state: State, copy: Any) -> list[Use]:
     """Return the rows that a ``CUDA_MEMCPY2D`` or ``CUDA_MEMCPY3D`` reads and writes. Rows of an array that was not
     created through this driver are left out, with a note.
     """
     depth, width, height = int(getattr(copy, "Depth", 1) or 1), int(copy.WidthInBytes), int(copy.Height)
-    found: list[Touch] = []
+    found: list[Use] = []
     for side, write in (("src", False), ("dst", True)):
         kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
         x, y, z = (int(getattr(copy, f"{side}{name}", 0)) for name in ("XInBytes", "Y", "Z"))
@@ -186,7 +188,7 @@ def _array(state: State, handle: Any) -> TrackedArray | None:
     return found
 
 
-def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int, int], write: bool) -> list[Touch]:
+def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int, int], write: bool) -> list[Use]:
     """Return a use for each row of a box. Each plane of the memory has ``lines`` rows of ``pitch`` bytes.
 
     ``sizes``: width of the box in bytes, height in rows, depth in planes.
@@ -200,8 +202,8 @@ def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int
 
 def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
     """Return the uses of a batch of ``CUDA_MEMCPY3D_BATCH_OP``."""
-    touched: list[Touch] = []
-    taken: list[Touch] = []
+    used: list[Use] = []
+    taken: list[Use] = []
     for one in operations:
         width, height, depth = (int(getattr(one.extent, name)) for name in ("width", "height", "depth"))
         order = _order(one)
@@ -219,10 +221,10 @@ def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
                 pitch, lines = int(there.rowLength) or width, int(there.layerHeight) or height
                 found = _box(state, number_of(there.ptr), pitch, lines, (width, height, depth), write)
             if write or order != _AT_CALL:
-                touched += found
+                used += found
             if not write and order in (_AT_CALL, _ANY):
                 taken += found
-    return _Uses(touched, taken=taken)
+    return _Uses(used, taken=taken)
 
 
 def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> Around:
@@ -234,14 +236,14 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
     """
 
     def read(state: State, args: Arguments) -> _Uses:
-        size, touched = int(args[source + 1 + array_from]), []
+        size, used = int(args[source + 1 + array_from]), []
         for at, is_array, write in ((source, array_from, False), (target, array_to, True)):
             array = _array(state, args[at]) if is_array else None
             if array is not None:
-                touched.append((array.base + int(args[at + 1]), size, write))
+                used.append((array.base + int(args[at + 1]), size, write))
             elif not is_array:
-                touched.append((args[at], size, write))
-        return _Uses(touched, (None if array_to else args[target], None if array_from else args[source]))
+                used.append((args[at], size, write))
+        return _Uses(used, (None if array_to else args[target], None if array_from else args[source]))
 
     return _works(stream_at, read)
 
@@ -260,15 +262,15 @@ def _batch(state: State, args: Arguments) -> _Uses:
     targets, sources, sizes, _, attributes, begins = args[:6]
     # `begins[i]` is the index of the first copy that has attribute `i`.
     orders = dict(zip(map(int, begins or ()), map(_order, attributes or ()), strict=False))
-    touched, taken, order = [], [], 0
+    used, taken, order = [], [], 0
     for at, (target, source, size) in enumerate(zip(targets, sources, sizes, strict=False)):
         order = orders.get(at, order)
         if order in (_AT_CALL, _ANY):
             taken.append((source, int(size), False))
         if order != _AT_CALL:
-            touched.append((source, int(size), False))
-        touched.append((target, int(size), True))
-    return _Uses(touched, taken=taken)
+            used.append((source, int(size), False))
+        used.append((target, int(size), True))
+    return _Uses(used, taken=taken)
 
 
 def _with_attributes(state: State, args: Arguments) -> _Uses:
@@ -278,15 +280,15 @@ def _with_attributes(state: State, args: Arguments) -> _Uses:
     return one._replace(sides=copied.sides, then=copied.then)
 
 
-def _discarded(state: State, args: Arguments) -> list[Touch]:
+def _discarded(state: State, args: Arguments) -> list[Use]:
     """Return the ranges of a discard. They count as written, because their contents are lost."""
     return [(at, int(size), True) for at, size in zip(args[0], args[1], strict=False)]
 
 
 def _fills_rows(stream_at: int | None, width: int) -> Around:
     def read(state: State, args: Arguments) -> _Uses:
-        touched = rows(state, number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
-        return _Uses(touched, (args[0],))
+        used = rows(state, number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
+        return _Uses(used, (args[0],))
 
     return _works(stream_at, read)
 
@@ -318,9 +320,9 @@ def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
         launch = () if params_at is None else (args[function_at], *args[params_at:])
-        touched = [one[:3] for one in uses.kernel_uses(state, *launch) or ()]
-        handle, kernel = _stream(args, stream_at), uses.kernel_name(state, name, *launch) if touched else name
-        answer = yield from uses.stale(state, handle, kernel, touched)
+        used = uses.look_up(state, (one[:3] for one in uses.kernel_uses(state, *launch) or ())).pieces
+        handle, kernel = _stream(args, stream_at), uses.kernel_name(state, name, *launch) if used else name
+        answer = yield from uses.stale(state, handle, kernel, used)
         if answer[0]:
             return
         stream, where = state.stream(handle), f"on {state.stream(handle).name}"
