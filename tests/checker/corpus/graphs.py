@@ -67,6 +67,7 @@ def a_function_of_a_graph_reads_what_another_stream_copies(b: Bench, right: bool
     b.raw("cuMemcpyDtoHAsync", address, x.address, 64, cuda.CUstream(b.b.handle))
     b.order(b.b, b.a, right)
     graph.launch(b.a)
+    b.a.synchronize()  # The function exists until then.
 
 
 @hazard("race", simulated=_ONCE)
