@@ -104,16 +104,21 @@ class Judge:
             what = f"{free} frees {range_} again: {range_.ended} had freed it."
             self.report("double free", what, "free it once.", range_, stack, freed=range_.ended.stack)
             return undo
+        reported: Access | None = None
         if born is not None and not ending:
             ordered = CERTAIN if born.actor is actor else order(clock, born.actor.number, born.time)
             if ordered != CERTAIN or range_.pending:
                 formerly, more = _formerly(range_)
                 where = f"{born.actor.name}{formerly}"
                 what = f"{free} frees {range_}, but nothing orders the free after the allocation on {where}."
-                remedy = self.missing_order(born, actor)
+                # A wait for the last use by the allocating stream would order the allocation, too: one report.
+                use = None if born.actor is actor else range_.last.get(born.actor.number)
+                if use is not None and order(clock, use.actor.number, use.time) == ordered:
+                    reported = use
+                remedy = self.missing_order(reported or born, actor)
                 self.report("free before allocation", what, remedy, range_, stack, ordered=ordered, **more)
         for use in range_.last.values():
-            if use.actor is actor:
+            if use.actor is actor or use is reported:
                 continue
             ordered = order(clock, use.actor.number, use.time)
             if ordered != CERTAIN and not self._is_open(range_, use):
@@ -153,11 +158,16 @@ class Judge:
             if range_.ended is not None:
                 self._after_end(range_, access, clock)
                 continue
+            conflicts = self._conflicts(range_, low, high, access, clock) if races else []
             born = range_.born
             if born is not None and (born.actor is not actor or range_.pending):
                 ordered = order(clock, born.actor.number, born.time)
                 if range_.pending or (ordered != CERTAIN and not self._is_open(range_, born)):
-                    self._before_birth((range_, low, high), born, access, clock, ordered)
+                    # A wait for the last use by the allocating stream would order the allocation, too: one report.
+                    same = [one for one in conflicts if one[0].actor is born.actor is not actor and one[1] == ordered]
+                    last = max((before for before, _ in same), key=lambda before: before.time, default=born)
+                    self._before_birth((range_, low, high), born, last, access, clock, ordered)
+                    conflicts = [one for one in conflicts if one not in same]
             needed = 3 if access.write else 1
             if device is not None and needed & ~self._rights(range_, device):
                 rights = "only read access" if self._rights(range_, device) else "no access"
@@ -171,12 +181,19 @@ class Judge:
             range_.last[number] = access
             if len(range_.last) > MANY_USERS:
                 self._forget(range_.last)
-            if not races:
-                continue
-            for memory, start, end in range_.physical(low, high):
-                for before, ordered in memory.touch(start, end, access, clock, order, self._forget):
-                    if not (access.atomic and before.atomic) and not self._is_open(range_, before):
-                        self._race(range_, before, access, ordered)
+            for before, ordered in conflicts:
+                self._race(range_, before, access, ordered)
+
+    def _conflicts(self, range_: Range, low: int, high: int, access: Access, clock: Clock) -> list[tuple[Access, int]]:
+        """Record a use of the bytes at the addresses from ``low`` up to ``high``. Returns the earlier uses that race
+        with it, as tuples of use and order.
+        """
+        return [
+            (before, ordered)
+            for memory, start, end in range_.physical(low, high)
+            for before, ordered in memory.record_access(start, end, access, clock, self.timeline.order, self._forget)
+            if not (access.atomic and before.atomic) and not self._is_open(range_, before)
+        ]
 
     def _rights(self, range_: Range, device: int) -> int:
         """Return the access of a device to a range: 0 none, 1 read, 3 read and write.
@@ -269,7 +286,18 @@ class Judge:
             kind, remedy = "free racing a use", self.missing_order(access, ended.actor)
         self.report(kind, what, remedy, range_, access.stack, freed=ended.stack)
 
-    def _before_birth(self, piece: Piece, born: RecordedOperation, access: Access, clock: Clock, ordered: int) -> None:
+    def _before_birth(
+        self,
+        piece: Piece,
+        born: RecordedOperation,
+        last: RecordedOperation,
+        access: Access,
+        clock: Clock,
+        ordered: int,
+    ) -> None:
+        """Report a use that is not ordered after the allocation ``born``. ``last``: the operation after which the use
+        must come, ``born`` or a later one of its stream.
+        """
         range_, low, high = piece
         actor = access.actor
         for previous in () if ordered else range_.previous:
@@ -285,7 +313,7 @@ class Judge:
         formerly, more = _formerly(range_)
         where = f"{born.actor.name}{formerly}"
         what = f"{access} uses {range_}, but nothing orders this use after the allocation on {where}."
-        remedy = self.missing_order(born, actor)
+        remedy = self.missing_order(last, actor)
         self.report("use before allocation", what, remedy, range_, access.stack, ordered=ordered, **more)
 
     def report(

@@ -107,7 +107,7 @@ class Bytes:
     _segments: list[_Segment] = field(default_factory=list)
     """Intervals in the order of their starts. They do not overlap."""
 
-    def touch(
+    def record_access(
         self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget
     ) -> list[tuple[Access, int]]:
         """Record a use of the bytes from ``start`` up to ``end``. Returns the earlier uses that conflict and have no

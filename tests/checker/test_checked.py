@@ -67,6 +67,15 @@ class TestModes:
             assert any(code in line for line in found.stacks[name])
         assert not any("streamalloc/core" in line for lines in found.stacks.values() for line in lines)
 
+    def test_one_missing_wait_is_reported_once(self, bench: Bench) -> None:
+        memory = bench.new(bench.a)
+        memory.used(bench.a)
+        memory.used(bench.b)
+        memory.free(bench.b)
+        use, free = bench.driver.hazards
+        assert (use.kind, free.kind) == ("use before allocation", "free before allocation")
+        assert all("after its kernel" in one.remedy for one in (use, free))
+
     def test_a_pair_of_places_is_reported_once_with_a_count(self, bench: Bench) -> None:
         for again in range(2):
             memories = [bench.new(bench.a) for _ in range(20)]

@@ -108,7 +108,8 @@ programs(
 race
     a_batch_copies_what_it_has_copied: x = new a; y = new a; z = new a; + batch 1 4096 y x; + batch 1 4096 z y;
         - batch 1 4096 y x z y
-    a_batch_may_read_before_earlier_work: x = new a; y = new a; fill x 1 a; + synchronize a; batch 3 4096 y x
+    a_batch_may_read_before_earlier_work: x = new a; y = new a; synchronize a; fill x 1 a; + synchronize a;
+        batch 3 4096 y x
     two_targets_of_a_batch_overlap: x = new a; y = new a; batch 1 2048 y x y+2048|y+1024 x
     a_batch_of_boxes_reads_what_is_written: x = new a; y = new b; synchronize device; fill x 1 a; + a > b;
         box 1 4096 y x b

@@ -16,7 +16,7 @@ free before allocation
     freed_on_another_stream_at_once: x = new a; + a > b; free x b
 free racing a use
     freed_while_another_stream_reads: x = new a; a > b; read x b; + b > a; free x
-    freed_at_once_while_in_use: x = raw_of_pool a; at x a; + synchronize a; cuMemFree x
+    freed_at_once_while_in_use: x = raw_of_pool a; synchronize a; at x a; + synchronize a; cuMemFree x
     used_while_another_stream_frees: x = new a; a > b; - free x; at x b; + b > a; + free x
 double free
     freed_twice: x = cuMemAllocAsync 4096 a; cuMemFreeAsync x a; - cuMemFreeAsync x a
