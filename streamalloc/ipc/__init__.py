@@ -18,8 +18,9 @@ The steps of sharing a buffer of a pool, in the process that owns the buffer:
 
 In the process that opens the buffer:
 
-5. *Open.* ``importer.open.receive`` receives the bytes and the file descriptors. ``_open`` checks the descriptor and
-   maps the control block. ``_open_pointer`` imports the pool (``cuMemPoolImportFromShareableHandle``).
+5. *Open.* ``importer.open.receive`` receives the bytes and the file descriptors. ``Received`` checks the descriptor,
+   and ``Received.attach`` maps the control block. ``_open_pointer`` imports the pool
+   (``cuMemPoolImportFromShareableHandle``).
 6. *Opened.* ``importer.imports.LeaseUse.begin`` counts up the word ``opened``, and only then compares the generation:
    if the memory was freed before, it raises ``StaleDescriptorError``.
 7. *Import.* ``importer.imports.Import.begin`` imports the allocation (``cuMemPoolImportPointer``).

@@ -396,7 +396,7 @@ class Imports:
         """Return the device of the memory, or the device of ``stream`` for memory of another machine. Raises ValueError
         for other memory that is on a device that this process does not see.
         """
-        device = self.device_of(described.device)
+        device = self._devices.get(described.device) or self.device_of(described.device)
         if device is not None:
             return device
         if described.handle_type == FABRIC and stream is not None:

@@ -107,7 +107,23 @@ def open(
         session = Session.of(driver if driver is not None else default_driver())
     received = Received(session, handles, data, stream)
     try:
-        return _open(received, kind)  # type: ignore[return-value]
+        described = received.described
+        opener, result = _MECHANISMS[described.mechanism]
+        if described.mechanism is Mechanism.PHYSICAL and described.origin == NOWHERE:
+            result = PhysicalMemory
+        is_array = bool(described.flags & Flags.ARRAY) and kind in (None, ImportedArray)
+        if is_array:
+            result = ImportedArray
+        if kind is not None and not issubclass(result, kind):
+            raise TypeError(f"kind={kind.__name__}: what was shared is opened as {result.__name__}")
+        with session.beside_captures():
+            received.attach()
+            opened = opener(received)
+        if not is_array:
+            return opened  # type: ignore[return-value]
+        if not isinstance(opened, (ImportedBuffer, ImportedRange)):
+            raise ValueError(f"the descriptor says that {opened!r} is an array")
+        return ImportedArray(opened, np.dtype(described.dtype), described.shape)  # type: ignore[return-value]
     finally:
         received.close()
 
@@ -240,29 +256,6 @@ class Received:
             self._mark.clear()
         for fd in (*self._given, *self._by_id.values()):
             fd.close()
-
-
-def _open(received: Received, kind: type[object] | None) -> Imported:
-    """Check the kind, attach the control block, and open the memory, pool or event. Raises the errors of
-    :func:`open`.
-    """
-    described = received.described
-    opener, result = _MECHANISMS[described.mechanism]
-    if described.mechanism is Mechanism.PHYSICAL and described.origin == NOWHERE:
-        result = PhysicalMemory
-    is_array = bool(described.flags & Flags.ARRAY) and kind in (None, ImportedArray)
-    if is_array:
-        result = ImportedArray
-    if kind is not None and not issubclass(result, kind):
-        raise TypeError(f"kind={kind.__name__}: what was shared is opened as {result.__name__}")
-    with received.imports.session.beside_captures():
-        received.attach()
-        opened = opener(received)
-    if not is_array:
-        return opened
-    if not isinstance(opened, (ImportedBuffer, ImportedRange)):
-        raise ValueError(f"the descriptor says that {opened!r} is an array")
-    return ImportedArray(opened, np.dtype(described.dtype), described.shape)
 
 
 def _waiting_stream(stream: StreamLike, session: Session) -> Stream:
