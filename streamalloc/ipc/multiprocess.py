@@ -41,8 +41,7 @@ from typing import Any, NoReturn
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import BufferView, Device, Event, Fd, PoolBuffer, TypedView
 from streamalloc.core.resource import Unique, not_copied
-from streamalloc.core.session import session_of
-from streamalloc.ipc.exporter.exports import exports_of, hung_up
+from streamalloc.ipc.exporter.exports import hung_up
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.importer.open import Imported
 from streamalloc.ipc.importer.open import open as open_shared
@@ -73,10 +72,8 @@ def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     try:
         if type(thing) not in KINDS:
             raise not_copied(thing)
-        if type(thing) is not Shared:
-            exports_of(session_of(thing)).serve()
-            thing = share(thing, hold=True)
-        return _rebuild, (thing.carried(_carrier()),)
+        shared = thing if type(thing) is Shared else share(thing, hold=True)
+        return _rebuild, (shared.carried(_carrier()),)
     except Exception as error:
         if not _on_feeder_thread():
             raise

@@ -82,7 +82,7 @@ class Hold:
       0. The kernel tells nobody when bytes are lost, so the function ``lost`` returns whether the carrier can no longer
       deliver the bytes.
 
-    A :class:`Shared` is lost once it was dropped. Assigning ``lost`` moves the hold to another carrier.
+    A dropped :class:`Shared` ends its hold. Assigning ``lost`` moves the hold to another carrier.
     """
 
     __slots__ = ("_mark", "lost")
@@ -96,7 +96,7 @@ class Hold:
         first call makes the mark.
         """
         if self._mark is None:
-            self._mark = block.new_mark("hold")
+            self._mark = ExporterMark(block, "hold")
         return self._mark.number
 
     def over(self) -> bool:
@@ -448,7 +448,7 @@ class PoolExport:
         """Return the number of the pool's mark in ``block``, which keeps its value while this object exists. The first
         call makes the mark.
         """
-        found = self._marks.get(block.id) or self._marks.setdefault(block.id, block.new_mark("pool"))
+        found = self._marks.get(block.id) or self._marks.setdefault(block.id, ExporterMark(block, "pool"))
         return found.number
 
 
@@ -521,8 +521,10 @@ class Exports:
                     lease.block.free_slots.append(lease.slot)
                 else:
                     self.leaving.append(lease)
-            block = next((block for block in self.blocks if len(block.free_slots) >= count), None)
-            return [] if block is None else [Lease(self, block, block.free_slots.pop()) for _ in range(count)]
+            for block in self.blocks:
+                if len(block.free_slots) >= count:
+                    return [Lease(self, block, block.free_slots.pop()) for _ in range(count)]
+        return []
 
     def block(self) -> ControlBlock:
         """Return a control block of this process for marks, which any block can have. If there is no block, one is

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from streamalloc.core.internal import (
     Event,
     Fd,
     GraphBuffer,
+    PoolBuffer,
     Stream,
     StreamLike,
     TypedView,
@@ -96,18 +96,16 @@ class Shared(Unique, Shown):
         """Lease with the slot of the allocation or of the announcement. A lease of an announcement is released with
         this object.
         """
-        self._hold: Hold | None = None
+        self._hold = hold
         """The hold; None if there is none, or if it has moved to a message."""
         self._exports = exports
         self._again: Callable[[], Shared] | None = None
         """Function that shares the thing again, with a hold. None for buffers of a pool, and after :meth:`cancel`."""
-        if hold is not None:
-            self._keep(hold)
 
-    def _keep(self, hold: Hold) -> None:
-        """Become the carrier of ``hold``, which then ends at the latest when this object is dropped."""
-        this = weakref.ref(self)
-        self._hold, hold.lost = hold, lambda: this() is None
+    def __del__(self) -> None:
+        hold = getattr(self, "_hold", None)
+        if hold is not None:
+            hold.end()
 
     @property
     def fds(self) -> tuple[Fd, ...]:
@@ -145,14 +143,14 @@ class Shared(Unique, Shown):
         had no hold: anything but a pool allocation is then shared again, with the errors of :func:`share`. The hold
         ends when ``lost()`` returns True, because the carrier can no longer deliver the descriptor.
         """
-        if self._again is not None and not self.held:
+        hold, lease = self._hold if self.held else None, self._lease
+        if hold is None and self._again is not None:
             return self._again().carried(lost)
         if self._exports is not None and self.descriptor.endpoint == NOWHERE:
             self.descriptor = self.descriptor._replace(endpoint=self._exports.serve())
-        hold, lease = self._hold, self._lease
-        if lease is None or not (self.held or self.descriptor.flags & Flags.LEASED):
+        if lease is None or (hold is None and not self.descriptor.flags & Flags.LEASED):
             return self.descriptor.to_bytes()
-        if hold is None or hold.over():
+        if hold is None:
             hold = Hold(lost)
             lease.add_hold(hold)
         self._hold, hold.lost = None, lost
@@ -335,7 +333,7 @@ def send(
                 channel.send(described.to_bytes(0), (*handles, theirs), timeout=timeout)
             except BaseException:
                 if shared is thing:
-                    shared._keep(carried)
+                    shared._hold, carried.lost = carried, bool
                 raise
         shared._again = None
     sent.update(shared.handles)
@@ -493,7 +491,9 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
     """Describe an allocation, or ``part`` of it (offset, bytes). Raises ValueError, CaptureError, CudaError."""
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
-    if isinstance(buffer, PlainBuffer) or isinstance(buffer.owner, CachingAllocator):
+    if isinstance(buffer, PlainBuffer) or (
+        not isinstance(buffer, PoolBuffer) and isinstance(buffer.owner, CachingAllocator)
+    ):
         start, size = part or (0, buffer.nbytes)
         return _share_array_of_others(buffer[start : start + size], options, exports)
     nbytes, address = buffer.nbytes, buffer.address

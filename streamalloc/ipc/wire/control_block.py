@@ -70,6 +70,7 @@ import os
 import secrets
 import struct
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -195,14 +196,16 @@ class ExporterMark(Mark):
 
     __slots__ = ("_block", "_free", "_index", "number")
 
-    def __init__(self, block: ControlBlock, kind: str, free: list[int], value: int) -> None:
-        super().__init__(None, value)
+    def __init__(self, block: ControlBlock, kind: str) -> None:
+        """Make a mark. ``kind``: ``"pool"`` or ``"hold"``."""
         self._block = block
-        self._free = free
+        self._free = block.free_marks[kind]
+        self._word = None
+        self._value = value = 1 + next(block.mark_values) % (WORD - 1)
         self.number: int = 0
         """Index of the word in the lower 32 bits, and its value in the upper 32 bits; 0 if no word was free."""
         try:
-            self._index = free.pop()
+            self._index = self._free.pop()
         except IndexError:
             return
         self.number = value << 32 | self._index
@@ -243,9 +246,10 @@ class ControlBlock:
         """Tuples of a slot's words and the value of ``ready`` that streams of this process wait for."""
         self.free_slots: list[int] = [*reversed(range(SLOTS))]
         """Indexes of the slots that the exporter may give to a lease."""
-        self._marks = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
+        self.free_marks: dict[str, list[int]] = {"pool": list(range(SLOTS)), "hold": list(range(SLOTS))}
         """Indexes of the free marks, by kind."""
-        self._values = itertools.count(secrets.randbits(31))
+        self.mark_values: Iterator[int] = itertools.count(secrets.randbits(31))
+        """Yields a number for the value of the next mark."""
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         kinds = len(_IMPORTER_WORDS)
@@ -359,12 +363,6 @@ class ControlBlock:
         """
         key = slot, importer
         return self.importers.get(key) or self.importers.setdefault(key, ImporterWords(self, slot, importer))
-
-    def new_mark(self, kind: str) -> ExporterMark:
-        """Make a mark of the exporter: a word that keeps its value while the result exists. If no word is free, the
-        result has the number 0, which means that there is no mark. ``kind``: ``"pool"`` or ``"hold"``.
-        """
-        return ExporterMark(self, kind, self._marks[kind], 1 + next(self._values) % (WORD - 1))
 
     def mark(self, kind: str, number: int) -> Mark:
         """Return the mark ``number`` of the exporter. ``kind``: ``"pool"`` or ``"hold"``. Raises ValueError if there is
