@@ -8,7 +8,8 @@ s1`` is other work, ``use s1`` a short allocation, ``elsewhere
 s1`` one of another pool; ``sync s1`` synchronises; ``s1>e``, ``e>s2`` record an event and wait for it; ``keep 32`` sets
 the release threshold, ``trim 0`` trims; ``end s1`` and ``drop e`` destroy; ``hold s1`` holds the stream at a gate until
 ``open``. While it is closed, ``held s2`` says that s2 waits, too, ``executes s2`` that it does not, ``idle s2`` that it
-has no work; ``pending e`` and ``done e`` are the answers of a query.
+has no work; ``pending e`` and ``done e`` are the answers of a query. ``copy`` and ``copy s1`` read device memory,
+``plain`` allocates and frees other memory, ``info`` asks for the free memory, ``push_and_pop`` the current context.
 
 Expected is, in MiB, where an allocation lies (``@20``) or does not (``@!20``), and what is reserved after a step
 (``=64``), is reserved and used (``=64/20``), with the peaks of both (``=64/20^96/60``).
@@ -18,6 +19,8 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from tests.facts.enums import BLOCKING, INTERPROCESS, TIMED, UNTIMED
 from tests.facts.support import UINT64_MAX, MiB, Rig, said, value
@@ -131,6 +134,24 @@ class Program:
 
     def do_trim(self, mib: str) -> None:
         value(self.rig.raw.cuMemPoolTrimTo(self.pool, UINT64_MAX if mib == "all" else int(mib) * MiB))
+
+    def do_copy(self, stream: str) -> None:
+        """Copy to pageable memory, in a stream if one is named."""
+        target, source = np.zeros(4, np.uint8), self.rig.plain(4096)
+        if stream:
+            value(self.rig.raw.cuMemcpyDtoHAsync(target, source, 4, self.stream(stream)))
+        else:
+            value(self.rig.raw.cuMemcpyDtoH(target, source, 4))
+
+    def do_plain(self, _: str) -> None:
+        value(self.rig.raw.cuMemFree(value(self.rig.raw.cuMemAlloc(4))))
+
+    def do_info(self, _: str) -> None:
+        value(self.rig.raw.cuMemGetInfo())
+
+    def do_push_and_pop(self, _: str) -> None:
+        value(self.rig.raw.cuCtxPushCurrent(self.rig.context))
+        value(self.rig.raw.cuCtxPopCurrent())
 
     def do_hold(self, stream: str) -> None:
         self.gate.hold(self.stream(stream))

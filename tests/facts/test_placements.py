@@ -1,16 +1,14 @@
 """Placements of a pool: reused memory, growth and release, one short program a rule; and a full device."""
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.facts.enums import BLOCKING, DEVICE, HOST, HOST_NUMA, INTERPROCESS, LEGACY, UNTIMED
+from tests.facts.enums import BLOCKING, DEVICE, HOST, HOST_NUMA, INTERPROCESS, UNTIMED
 from tests.facts.pool_programs import Program, run
-from tests.facts.support import UINT64_MAX, MiB, Rig, Stats, said, value
+from tests.facts.support import UINT64_MAX, MiB, Rig, said, value
 
 PLACES: dict[str, str] = {
     "own memory before what others left and before the end": "111: a=s1:20, b=s1:1, a>s0, c=s0:4 @0",
@@ -128,6 +126,15 @@ def test_reserved(rig: Rig, name: str) -> None:
     run(rig, AMOUNTS[name])
 
 
+def caching(rig: Rig, size: int, stream: Any, *kinds: dict[str, Any]) -> list[Any]:
+    """Pools that hold free memory of this size, of which the host knows."""
+    pools = [rig.pool(UINT64_MAX, **kind) for kind in kinds]
+    for pool in pools:
+        rig.free(rig.allocate(pool, size, stream), stream)
+    value(rig.raw.cuStreamSynchronize(stream))
+    return pools
+
+
 class TestAddresses:
     """A pool of the only device has addresses for twice of what it may hold. With several devices it has more."""
 
@@ -141,10 +148,8 @@ class TestAddresses:
         Program(rig, policies="111", max_size=32 * MiB).run(f"keep 0, a=s0:19, a>s0, s1:70! ={left}, sync s0 ={left}")
 
     def test_what_has_addresses_takes_what_others_hold_free_in_vain(self, rig: Rig, only: bool) -> None:
-        holding, full = rig.pool(UINT64_MAX), rig.pool(UINT64_MAX, max_size=32 * MiB)
-        stream = rig.stream()
-        rig.free(rig.allocate(holding, 20 * MiB, stream), stream)
-        value(rig.raw.cuStreamSynchronize(stream))
+        stream, full = rig.stream(), rig.pool(UINT64_MAX, max_size=32 * MiB)
+        (holding,) = caching(rig, 20 * MiB, stream, {})
         rig.allocate(full, 28 * MiB, stream)
         assert said(rig.try_allocate(full, 40 * MiB, stream)) == "OUT_OF_MEMORY"
         assert rig.reserved(holding) == (32 * MiB if only else 0)
@@ -155,13 +160,10 @@ class TestAddresses:
     @pytest.mark.parametrize("ordinal", [0, 1])
     def test_it_takes_from_pools_of_its_own_device(self, rig: Rig, ordinal: int) -> None:
         """Whatever device's context is current, and of whatever device the stream is."""
-        holding = [rig.pool(UINT64_MAX, id=0), rig.pool(UINT64_MAX, id=1)]
         full = rig.pool(UINT64_MAX, id=ordinal, max_size=64 * MiB)
         rig.device_context(1)
         stream = rig.stream()
-        for pool in holding:
-            rig.free(rig.allocate(pool, 33 * MiB, stream), stream)
-        value(rig.raw.cuStreamSynchronize(stream))
+        holding = caching(rig, 33 * MiB, stream, {"id": 0}, {"id": 1})
         rig.allocate(full, 33 * MiB, stream)
         assert said(rig.try_allocate(full, 33 * MiB, stream)) == "OUT_OF_MEMORY"
         assert [rig.reserved(pool) for pool in holding] == ([0, 64 * MiB] if ordinal == 0 else [64 * MiB, 0])
@@ -173,13 +175,10 @@ class TestAddresses:
     )
     def test_from_whom_pools_of_the_host_take(self, rig: Rig, asking: int, left: dict[int, int]) -> None:
         stream, full = rig.stream(), rig.pool(UINT64_MAX, location=asking, max_size=32 * MiB)
-        holding = {place: rig.pool(UINT64_MAX, location=place) for place in left}
-        for pool in holding.values():
-            rig.free(rig.allocate(pool, 20 * MiB, stream), stream)
-        value(rig.raw.cuStreamSynchronize(stream))
+        holding = caching(rig, 20 * MiB, stream, *({"location": place} for place in left))
         rig.allocate(full, 28 * MiB, stream)
         assert said(rig.try_allocate(full, 28 * MiB, stream)) == "OUT_OF_MEMORY"
-        assert {place: rig.reserved(pool) // MiB for place, pool in holding.items()} == left
+        assert [rig.reserved(pool) // MiB for pool in holding] == list(left.values())
 
 
 def test_pools_release_together(rig: Rig) -> None:
@@ -297,24 +296,17 @@ def most(rig: Rig) -> int:
     return rig.device_free() * 2 // 3 // STEP * STEP
 
 
-def cached(rig: Rig, size: int, stream: Any, policies: str = "111") -> Any:
-    """A pool that holds so much free memory, of which the host knows."""
-    pool = rig.pool(UINT64_MAX, policies)
-    rig.free(rig.allocate(pool, size, stream), stream)
-    value(rig.raw.cuStreamSynchronize(stream))
-    assert rig.reserved(pool) == size
-    return pool
-
-
 def test_a_pool_gets_what_another_holds_free(rig: Rig, most: int) -> None:
     stream, growing = rig.stream(), rig.pool(UINT64_MAX)
-    holding = cached(rig, most, stream)
+    (holding,) = caching(rig, most, stream, {})
+    assert rig.reserved(holding) == most
     rig.allocate(growing, most, stream)
     assert (rig.reserved(holding), rig.reserved(growing)) == (0, most)
 
 
 def test_a_plain_allocation_gets_what_pools_hold_free(rig: Rig, most: int) -> None:
-    holding = cached(rig, most, rig.stream())
+    (holding,) = caching(rig, most, rig.stream(), {})
+    assert rig.reserved(holding) == most
     rig.plain(most)
     assert rig.reserved(holding) == 0
 
@@ -369,40 +361,6 @@ class TestDefaultPool:
 SIZE = 20 * MiB
 
 
-@dataclasses.dataclass
-class Freed:
-    """20 MiB of a pool, allocated on the first stream and about to be freed there."""
-
-    rig: Rig
-    pool: Any
-    first: Any
-    second: Any
-
-    def __post_init__(self) -> None:
-        self.raw = self.rig.raw
-        self.pointer = self.rig.allocate(self.pool, SIZE, self.first)
-
-    def free_before(self, call: "Act") -> None:
-        """Free, and make a call with an event that was recorded after that, once all has run."""
-        self.rig.free(self.pointer, self.first)
-        event = self.recorded(self.first)
-        assert self.rig.executed(self.first)
-        call(self, event)
-
-    def recorded(self, stream: Any) -> Any:
-        """An event recorded on the stream now."""
-        event = self.rig.event()
-        value(self.raw.cuEventRecord(event, stream))
-        return event
-
-    def order(self, stream: Any, after: Any) -> None:
-        value(self.raw.cuStreamWaitEvent(stream, self.recorded(after), 0))
-
-    def reused(self, stream: Any) -> bool:
-        """Whether 20 MiB on the stream land on the freed ones."""
-        return int(self.rig.allocate(self.pool, SIZE, stream)) == int(self.pointer)
-
-
 REUSES: dict[str, str] = {
     "same stream, free pending": "000: a=s:20, hold s, a>s, c=s:20 @0 =32",
     "ordered by an event after the pending free, no policy": (
@@ -449,74 +407,41 @@ def test_event_recorded_before_the_free(rig: Rig) -> None:
     run(rig, "100: a=s:20, hold s, s>e, a>s, e>t, c=t:20 @!0")
 
 
-def host_copy(case: Freed, stream: Any) -> None:
-    target, source = np.zeros(4, np.uint8), case.rig.plain(4096)
-    if stream is None:
-        value(case.raw.cuMemcpyDtoH(target, source, 4))
-    else:
-        value(case.raw.cuMemcpyDtoHAsync(target, source, 4, stream))
-
-
-def synchronize_dependent(case: Freed) -> None:
-    case.order(case.second, after=case.first)
-    value(case.raw.cuStreamSynchronize(case.second))
-
-
-def push_and_pop(case: Freed) -> None:
-    value(case.raw.cuCtxPushCurrent(case.rig.context))
-    value(case.raw.cuCtxPopCurrent())
-
-
-Act = Callable[[Freed, Any], object]
-# What the host may do after the first stream has executed the free.
-CALLS: dict[str, Act] = {
-    "nothing": lambda case, event: None,
-    "cuStreamQuery": lambda case, event: value(case.raw.cuStreamQuery(case.first)),
-    "cuEventQuery": lambda case, event: value(case.raw.cuEventQuery(event)),
-    "cuStreamSynchronize of another stream": lambda case, event: value(case.raw.cuStreamSynchronize(case.second)),
-    "cuStreamSynchronize of the legacy stream": lambda case, event: value(case.raw.cuStreamSynchronize(LEGACY)),
-    "cuMemcpyDtoH": lambda case, event: host_copy(case, None),
-    "cuMemPoolTrimTo": lambda case, event: value(case.raw.cuMemPoolTrimTo(case.pool, 0)),
-    "cuEventSynchronize": lambda case, event: value(case.raw.cuEventSynchronize(event)),
-    "cuCtxSynchronize": lambda case, event: value(case.raw.cuCtxSynchronize()),
+# What the host may do after the stream s has executed a free and, behind it, the record of e.
+CALLS: dict[str, str] = {
+    "cuStreamQuery": "idle s",
+    "cuEventQuery": "done e",
+    "cuStreamSynchronize of another stream": "sync t",
+    "cuStreamSynchronize of the legacy stream": "sync L",
+    "cuMemcpyDtoH": "copy",
+    "cuMemPoolTrimTo": "trim 0",
+    "cuEventSynchronize": "await e",
+    "cuCtxSynchronize": "sync_all",
 }
-ONLY_FOR_REUSE: dict[str, Act] = {
-    "cuMemcpyDtoHAsync to pageable memory": lambda case, event: host_copy(case, case.first),
-    "cuMemAlloc and cuMemFree": lambda case, event: value(case.raw.cuMemFree(value(case.raw.cuMemAlloc(4)))),
-    "cuStreamSynchronize of a dependent stream": lambda case, event: synchronize_dependent(case),
+ONLY_FOR_REUSE: dict[str, str] = {
+    "cuMemcpyDtoHAsync to pageable memory": "copy s",
+    "cuMemAlloc and cuMemFree": "plain",
+    "cuStreamSynchronize of a dependent stream": "s>f, f>t, sync t",
 }
-ONLY_FOR_RELEASE: dict[str, Act] = {
-    "cuMemGetInfo": lambda case, event: value(case.raw.cuMemGetInfo()),
-    "cuCtxPushCurrent and cuCtxPopCurrent": lambda case, event: push_and_pop(case),
-}
+ONLY_FOR_RELEASE: dict[str, str] = {"cuMemGetInfo": "info", "cuCtxPushCurrent and cuCtxPopCurrent": "push_and_pop"}
 # Those by which it knows of the free.
 TELL = ("cuEventSynchronize", "cuCtxSynchronize", "cuStreamSynchronize of a dependent stream")
 
 
 @pytest.mark.parametrize("name", CALLS | ONLY_FOR_REUSE)
 def test_another_stream_reuses_after(rig: Rig, name: str) -> None:
-    visible, call = name in TELL, (CALLS | ONLY_FOR_REUSE)[name]
-    case = Freed(rig, rig.pool(UINT64_MAX, "000"), rig.stream(), rig.stream())
-    case.free_before(call)
-    assert case.reused(case.second) == visible
-    reserved = (32 if visible else 64) * MiB
-    assert rig.stats(case.pool) == Stats(reserved, reserved, SIZE, SIZE)
+    calls, found = (CALLS | ONLY_FOR_REUSE)[name], "@0 =32/20^32/20" if name in TELL else "@!0 =64/20^64/20"
+    run(rig, f"000: a=s:20, a>s, s>e, {calls}, c=t:20 {found}")
 
 
 @pytest.mark.parametrize("name", CALLS | ONLY_FOR_RELEASE)
 def test_pool_releases_after(rig: Rig, name: str) -> None:
-    visible, call = name in TELL, (CALLS | ONLY_FOR_RELEASE)[name]
-    case = Freed(rig, rig.pool(0), rig.stream(), rig.stream())
-    case.free_before(call)
-    assert rig.stats(case.pool) == Stats(0 if visible else 32 * MiB, 32 * MiB, 0, SIZE)
+    left = 0 if name in TELL else 32
+    run(rig, f"111: keep 0, a=s:20, a>s, s>e, {(CALLS | ONLY_FOR_RELEASE)[name]} ={left}/0^32/20")
 
 
 def test_synchronising_with_a_context_s_event_shows_no_frees(rig: Rig) -> None:
-    stream, event, pool = rig.stream(), rig.event(), rig.pool(0, "000")
-    rig.free(rig.allocate(pool, 20 * MiB, stream), stream)
-    value(rig.raw.cuCtxRecordEvent(rig.context, event))
-    value(rig.raw.cuEventSynchronize(event))
-    assert rig.reserved(pool) == 32 * MiB
+    run(rig, "000: keep 0, a=s:20, a>s, C>e, await e =32")
 
 
 @pytest.mark.parametrize("asks", ["own", "another"])
