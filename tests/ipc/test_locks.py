@@ -67,9 +67,6 @@ ONCE: dict[str, Callable[[Owner, Imports, pytest.MonkeyPatch], tuple[Any, Callab
     "a handle of a pool": lambda owner, importer, patch: (
         Exports.pool, lambda: shared_pool(owner.device), owner.exports.pool,
     ),
-    "a lease of another library's allocation": lambda owner, importer, patch: (
-        Exports.lease_at, owner.exports._by_address.clear, lambda _: owner.exports.lease_at(512, Hold()),
-    ),
     "a handle server": lambda owner, importer, patch: _one_handle_server(patch),
     "a control block": lambda owner, importer, patch: _one_control_block(owner.exports.block(), importer),
     "the words of a slot": lambda owner, importer, patch: (

@@ -214,13 +214,10 @@ class Lease(SharedState):
             else:
                 self.block.wait(stream, words.ready, last)
 
-    def add_hold(self, hold: Hold) -> bool:
-        """Add a hold for a descriptor in transit. Returns whether the lease is still valid (its generation is
-        unchanged).
-        """
+    def add_hold(self, hold: Hold) -> None:
+        """Add a hold for a descriptor in transit."""
         with self.lock:
             self._holds.append(hold)
-            return bool(self.words.generation.value == self.generation)
 
     def _in_transit(self) -> bool:
         """Whether a descriptor of the lease is in transit: one of its holds has not ended. Ended holds are removed from
@@ -479,8 +476,6 @@ class Exports:
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
         self._handles = weakref.WeakKeyDictionary()
         self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
-        self._by_address: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
-        """Leases of other libraries' allocations, by address."""
 
     def serve(self) -> bytes:
         """Start the handle server of this process, from which importers fetch file descriptors. Descriptors made later
@@ -565,18 +560,6 @@ class Exports:
         if result:
             raise error_from(result, "cuMemPoolExportPointer", _NOT_EXPORTABLE)
         return opaque_bytes(data)
-
-    def lease_at(self, address: int, hold: Hold) -> Lease:
-        """Return the lease of another library's allocation at ``address``, after adding ``hold`` to it. Descriptors of
-        one allocation share a lease while it is valid.
-        """
-        with self.lock:
-            lease = self._by_address.get(address)
-            if lease is None or not lease.add_hold(hold):
-                (lease,) = self.new_leases()
-                self._by_address[address] = lease
-                lease.add_hold(hold)
-            return lease
 
     # -- handles ---------------------------------------------------------------------------------------------
 

@@ -423,10 +423,6 @@ class _Thing(NamedTuple):
     """Pool of the memory. The pool's handle is sent with the descriptor, and the number of its mark: a word that
     changes when the pool ends.
     """
-    allocation: int = 0
-    """Address of another library's allocation; 0 for everything else. Held descriptors of one allocation share a lease,
-    because an importer imports the allocation once.
-    """
     handles: Mapping[bytes, Fd] = MappingProxyType({})
     kept: object = None
     """Memory that is kept alive until the hold has ended and the lease is unused."""
@@ -439,9 +435,13 @@ def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
     The hold begins first, then the contents are announced, and only then can anybody have the descriptor. So a refused
     call leaves nothing for importers to wait for, and a free in another thread finds the hold.
     """
-    hold = Hold() if options.hold else None
+    hold, lease = Hold() if options.hold else None, thing.lease
+    if lease is None and (hold is not None or thing.stream is not None):
+        (lease,) = exports.new_leases()
     try:
-        lease, pool, handles = _lease_of(thing, hold, exports), thing.pool, dict(thing.handles)
+        if lease is not None and hold is not None:
+            lease.add_hold(hold)
+        pool, handles = thing.pool, dict(thing.handles)
         uuid = exports.uuid(thing.device)
         added: dict[str, Any] = {"device": uuid, "endpoint": exports.endpoint, "driver_version": exports.version}
         block = None if lease is None else lease.block
@@ -468,20 +468,6 @@ def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
             kept = options.thing, handles, pool, thing.kept
             exports.deferred.submit(KeptReferences(lease, thing.device.ordinal, kept))
     return shared
-
-
-def _lease_of(thing: _Thing, hold: Hold | None, exports: Exports) -> Lease | None:
-    """Return the lease for a descriptor of ``thing``, with ``hold`` added to it: that of the buffer, that of the other
-    library's allocation, or a new one. None if there are neither contents nor a hold.
-    """
-    lease = thing.lease
-    if hold is not None and thing.allocation:
-        return exports.lease_at(thing.allocation, hold)
-    if lease is None and (hold is not None or thing.stream is not None):
-        (lease,) = exports.new_leases()
-    if lease is not None and hold is not None:
-        lease.add_hold(hold)
-    return lease
 
 
 # -- kinds of memory -----------------------------------------------------------------------------------------
@@ -700,7 +686,7 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _
             pool = exports.pool(known.pool)
             payload = exports.export_pointer(base)
             described = described._replace(mechanism=Mechanism.POOL_POINTER, flags=flags, payload=payload)
-            return _Thing(described, device, ordered, pool=pool, allocation=base)
+            return _Thing(described, device, ordered, pool=pool)
         if known.legacy_ipc:
             _check_block_array(thing, options, base, size)
             payload = opaque_bytes(session.call("cuIpcGetMemHandle", base))

@@ -84,16 +84,12 @@ class LeaseUse(Deferred):
             try:
                 words.opened.value = number = (before + 1) % WORD
                 fence()
-                self.refuse_freed()
+                if words.exporter_words.generation.value != self.generation:
+                    raise StaleDescriptorError("this memory was freed by its owner before it was opened here")
                 self.number = number
             except BaseException:
                 words.opened.value, self.number = before, None
                 raise
-
-    def refuse_freed(self) -> None:
-        """Raise StaleDescriptorError if the memory was freed."""
-        if self.words.exporter_words.generation.value != self.generation:
-            raise StaleDescriptorError("this memory was freed by its owner before it was opened here")
 
     def take_back(self) -> None:
         """End a use that no stream's work follows: the word ``opened`` counts it no more. Idempotent.
@@ -199,10 +195,10 @@ class Import:
         """The allocation's pool; None for an allocation of ``cuMemAlloc``."""
         self.device: Device = device
         """Device of the memory."""
-        self.lease: LeaseUse | None = None
-        """Use of the allocation's lease; None if it has no lease."""
+        self.leases: list[LeaseUse] = []
+        """Uses of the allocation's leases. Each held descriptor of another library's array has a lease of its own."""
         if block is not None and new.flags & Flags.LEASED:
-            self.lease = LeaseUse(imports, block, new.slot, new.generation)
+            self.leases.append(LeaseUse(imports, block, new.slot, new.generation))
         self.block: ControlBlock | None = block
         """Control block of the exporter; None if the descriptor names none."""
         self.data: bytes = new.payload
@@ -251,8 +247,8 @@ class Import:
         """
         self.uses.add(use)
         self.imports.allocations[self.key] = self
-        if self.lease is not None:
-            self.lease.begin()
+        for lease in self.leases:
+            lease.begin()
         session = self.imports.session
         try:
             if self.from_pool is None:
@@ -266,26 +262,23 @@ class Import:
                     raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
                 self._raw = raw
         except BaseException:
-            if self.lease is not None:
-                self.lease.take_back()
+            for lease in self.leases:
+                lease.take_back()
             raise
         self.address = int(self._raw)
         self._check_size(self.nbytes)
 
     def join(self, use: object, other: Import) -> None:
         """Begin a further use, for a further descriptor of the same memory. ``other`` was made for that descriptor, and
-        its :meth:`begin` is not called. The caller holds :attr:`Imports.lock`. Raises the errors of :meth:`begin`;
-        ValueError also if the memory is open under another lease. After an error, call :meth:`end_use`.
+        its :meth:`begin` is not called. The caller holds :attr:`Imports.lock`. Raises the errors of :meth:`begin`.
+        After an error, call :meth:`end_use`.
         """
-        lease = other.lease
         self.uses.add(use)
-        if lease is not None:
-            if self.lease is None:
+        self.block = self.block or other.block
+        for lease in other.leases:
+            if not any(lease.words is one.words and lease.generation == one.generation for one in self.leases):
                 lease.begin()
-                self.block, self.lease = other.block, lease
-            elif (self.lease.words, self.lease.generation) != (lease.words, lease.generation):
-                lease.refuse_freed()
-                raise ValueError("this memory is open here under another lease: close that first")
+                self.leases.append(lease)
         self._check_size(other.nbytes)
 
     def end_use(self, use: object, stream: Stream, *, used: bool = True) -> None:
@@ -328,7 +321,7 @@ class Import:
 
     def _end(self, stream: Stream, handle: Any) -> None:
         """Free the memory after the work of ``stream`` (``cuMemFreeAsync``), whose ``CUstream`` is ``handle``, or at
-        once (``cuIpcCloseMemHandle``). Then end the use of the lease. Raises CudaError; the memory then stays, unless
+        once (``cuIpcCloseMemHandle``). Then end the uses of the leases. Raises CudaError; the memory then stays, unless
         it no longer exists.
         """
         if self._raw is not None and self.from_pool is None:
@@ -343,8 +336,8 @@ class Import:
                 raise error
         if self.imports.allocations.get(self.key) is self:
             del self.imports.allocations[self.key]
-        if self.lease is not None:
-            self.lease.end(stream, handle)
+        for lease in self.leases:
+            lease.end(stream, handle)
 
 
 class Imports:

@@ -352,6 +352,19 @@ def test_a_lease_is_shared_again(library: Library, partner: Partner, kind: str) 
     assert all_freed(library)
 
 
+@pytest.mark.parametrize("kind", ["pool", "plain"])
+def test_two_leases_in_one_process(library: Library, partner: Partner, kind: str) -> None:
+    """The importer imports the allocation once, and it is kept until both objects are closed."""
+    array: Any = library(kind, 3)
+    first, second = partner.give(array, "first", hold=True), partner.give(array, "second", hold=True)
+    del array
+    first.close()
+    settle()
+    assert len(library.alive) == 1 and second.shows(3)
+    second.close()
+    assert all_freed(library)
+
+
 def test_work_over_there(library: Library, partner: Partner) -> None:
     """The close of memory of a pool is in stream order, and so is the end of its lease."""
     opened = partner.open(ipc.share(library("pool"), hold=True))
