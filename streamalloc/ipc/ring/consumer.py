@@ -228,10 +228,8 @@ class RingConsumer(RingEnd):
             self._refuse(data)
         if kind != ITEM or nbytes > self.slot_bytes or item._held:
             self._refuse(data)
-        words = item._words
-        if words.ready.value != ready and not reached(words.ready.value, ready):
-            item._block.expect(item._words, ready)
-            item._block.wait(item._stream, words.ready, ready)
+        if item._words.ready.value != ready:
+            Announcement(item._block, item._words, 0, ready).precede(item._stream)
         if self.closed:
             self._check_open()
         item._mine.opened.value = value

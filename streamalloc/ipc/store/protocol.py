@@ -27,10 +27,9 @@ from streamalloc.driver.internal import Lock
 from streamalloc.ipc.store.errors import KINDS, StoreError, StoreGoneError
 from streamalloc.ipc.store.manifest import read_json
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
+from streamalloc.ipc.wire.descriptor import MOST_CHUNKS
 
 VERSION = 3
-MOST_CHUNKS = 2048
-"""Largest number of chunks of physical memory in an epoch."""
 
 _STORE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SECONDS = 30.0

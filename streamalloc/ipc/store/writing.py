@@ -37,10 +37,11 @@ from streamalloc.driver import ForkedProcessError
 from streamalloc.ipc.exporter.exports import Lease, exports_of
 from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.manifest import ALIGNMENT, Manifest, Tensor, TensorLayout, dtype_name
-from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection
+from streamalloc.ipc.store.protocol import Connection
 from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
 from streamalloc.ipc.transport.channel import read_file, sealed_file
 from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator, listed
+from streamalloc.ipc.wire.descriptor import MOST_CHUNKS
 from streamalloc.vmm import AddressRange, PhysicalMemory
 from streamalloc.vmm.internal import import_memory, is_imported, map_side_by_side
 

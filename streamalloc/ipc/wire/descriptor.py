@@ -50,7 +50,7 @@ _SHORTEST = _HEAD.size + _CHECK.size
 NOWHERE = bytes(16)
 """16 zero bytes, an id that stands for no control block, no endpoint or no origin."""
 MOST_CHUNKS = 2048
-"""Largest number of chunks of physical memory in one descriptor."""
+"""Largest number of chunks of physical memory in one descriptor, and in one epoch of a store."""
 _MOST_PAYLOAD = 256
 _MOST_BYTES = 1 << 48
 _FLAGS = 0x1D
