@@ -1,8 +1,8 @@
 """The recorder, which applies the rule of each driver call to the state, and the checked driver, which reports its
 calls to the recorder.
 
-A recorder is told of calls in five ways (feeds). Each feed takes the lock while the state changes, and delivers hazards
-after releasing it:
+A recorder is told of calls in five ways (feeds). Each changes the state in its turn (:class:`_Turn`), and delivers
+hazards after that:
 
 * :class:`CheckedDriver` calls :meth:`Recorder.begin_call` and :meth:`Recorder.end_call` around each call that it
   forwards. A hazard that raises before the call prevents the call.
@@ -16,7 +16,6 @@ after releasing it:
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import gc
 import os
@@ -24,17 +23,15 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from time import monotonic, sleep
 from typing import Any, TypeVar, cast
 
 from streamalloc.checker import uses
 from streamalloc.checker.clocks import TrackedStream
-from streamalloc.checker.contents import FLAG, is_of_host
-from streamalloc.checker.ranges import Range
+from streamalloc.checker.poison import Poison
 from streamalloc.checker.report import Reports
-from streamalloc.checker.rules.memory import granted, mappings
 from streamalloc.checker.rules.order import HostCall, host_function
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.state import State
@@ -64,8 +61,7 @@ that converts such arguments raises them too.
 
 
 def _notification(delivers: bool = False) -> Callable[[F], F]:
-    """Decorate a method to run while the lock is held. If a finaliser calls the method while its thread is recording
-    another call, the method runs after that.
+    """Decorate a method to run with the turn to change the state (:class:`_Turn`).
 
     ``delivers``: whether hazards may be raised in the call, because the program makes it.
     """
@@ -74,58 +70,78 @@ def _notification(delivers: bool = False) -> Callable[[F], F]:
         @wraps(step)
         def notify(self: Recorder, *args: Any, **named: Any) -> None:
             if self._turn.mine():
-                self._postponed.append(partial(step, self, *args, **named))
+                self._turn.postpone(partial(step, self, *args, **named))
                 return
-            self._alone(partial(step, self, *args, **named))
+            self._turn.alone(partial(step, self, *args, **named))
             if delivers:
-                self._reports.deliver(self._alone(self._reports.take))
+                self._reports.deliver(self._turn.alone(self._reports.take))
 
         return cast("F", notify)
 
     return decorate
 
 
-class _CallTurn:
-    """Lock that guards the state, with the thread that is changing the state."""
+class _Turn:
+    """Turn to change the state: one thread has it at a time.
+
+    A finaliser may run between any two lines of a step that changes the state, on the same thread, and may make a
+    driver call. So the lock is reentrant: otherwise the finaliser would wait for its own thread. The state is half
+    changed then, so the finaliser's call is recorded after the step (:meth:`postpone`). A call that the checker makes
+    itself in a step gives the turn away meanwhile (:meth:`outside`).
+    """
 
     def __init__(self) -> None:
-        # The lock is reentrant: a finaliser may run on the thread that holds the lock, and would otherwise wait for
-        # itself.
         self.lock = RLock()
-        self.thread = 0
-        """``threading.get_ident()`` of the thread that is changing the state; 0 if no thread is."""
-
-    def take(self) -> None:
-        """Record that this thread, which holds the lock, is changing the state."""
-        self.thread = threading.get_ident()
+        self._thread = 0
+        """``threading.get_ident()`` of the thread that has the turn; 0 if no thread has it."""
+        self._postponed: deque[Callable[[], object]] = deque()
 
     def mine(self) -> bool:
-        """Whether this thread is changing the state. If so, the caller is a finaliser that has interrupted the
-        change.
-        """
-        return self.thread == threading.get_ident()
+        """Whether this thread has the turn. If so, the caller is a finaliser that has interrupted a step."""
+        return self._thread == threading.get_ident()
+
+    def postpone(self, step: Callable[[], object]) -> None:
+        """Have ``step`` called after the step that the finaliser has interrupted."""
+        self._postponed.append(step)
+
+    def alone(self, step: Callable[..., T], *args: Any) -> T:
+        """Call ``step`` with the turn, and return its result."""
+        with self.lock:
+            self._thread = threading.get_ident()
+            try:
+                # A finaliser may have made a call right after the previous step, and so before this one.
+                self._call_postponed()
+                result = step(*args)
+                # This block has no loop: on Python 3.12 and newer, an exception of a signal handler in a loop can skip
+                # the finally clause.
+                self._call_postponed()
+                return result
+            finally:
+                if self.mine():  # It is false if a signal handler raised while `outside` was waiting for the lock.
+                    self._thread = 0
+
+    def _call_postponed(self) -> None:
+        while self._postponed:
+            self._postponed.popleft()()
 
     def outside(self, function: Function, args: tuple[Any, ...]) -> Any:
-        """Call a driver function without the lock, and return its answer.
-
-        With the lock held, the driver could wait for a thread whose finaliser waits for the lock.
+        """Call a driver function without the turn, and return its answer. With it, the driver could wait for a thread
+        whose finaliser waits for the lock.
         """
-        self.thread = 0
+        self._thread = 0
         self.lock.release()
         try:
             return function(*args)
         finally:
             self.lock.acquire()
-            self.take()
+            self._thread = threading.get_ident()
 
 
 class Recorder:
     """Records the calls of one driver, and finds hazards in them."""
 
     def __init__(self, driver: Any, on: On, uninitialized: bool = False) -> None:
-        self._turn = _CallTurn()
-        self._postponed: deque[Callable[[], None]] = deque()
-        """Functions that record calls which finalisers made while their thread was changing the state."""
+        self._turn = _Turn()
         self._destroyed: dict[int, Stack] = {}
         """For each destroyed object, by its handle: the place of the call that destroyed it."""
         self._on = on
@@ -146,36 +162,6 @@ class Recorder:
         itself.
         """
 
-    # -- one record at a time ----------------------------------------------------------------------------------
-
-    def _alone(self, step: Callable[..., T], *args: Any) -> T:
-        """Call ``step`` while the lock is held, then record the calls that finalisers made meanwhile. Returns the
-        result of ``step``.
-
-        A call that a finaliser made at the end of the previous record is recorded first, because it came before this
-        call.
-        """
-        # A finaliser may run between any two lines of a step, on this thread, and free memory by a driver call. The
-        # lock is reentrant, so the finaliser does not wait for its own thread. Its call is recorded later, because the
-        # state is half changed now.
-        turn = self._turn
-        with turn.lock:
-            turn.take()
-            try:
-                self._record_postponed()
-                result = step(*args)
-                # This block has no loop: on Python 3.12 and newer, an exception of a signal handler in a loop can skip
-                # the finally clause.
-                self._record_postponed()
-                return result
-            finally:
-                if turn.mine():  # It is false if a signal handler raised while `outside` was waiting for the lock.
-                    turn.thread = 0
-
-    def _record_postponed(self) -> None:
-        while self._postponed:
-            self._postponed.popleft()()
-
     # -- calls -------------------------------------------------------------------------------------------------
 
     def begin_call(self, name: str, args: tuple[Any, ...]) -> uses.Rest | None:
@@ -188,8 +174,8 @@ class Recorder:
         rule = RULES.get(name)
         if name not in ENDERS and (rule is None or rule.around is None):
             return uses.nothing
-        rest, fresh = self._alone(self._before, name, args)
-        self._reports.deliver(fresh, partial(self._alone, rest or uses.nothing, INVALID))
+        rest, fresh = self._turn.alone(self._before, name, args)
+        self._reports.deliver(fresh, partial(self._turn.alone, rest or uses.nothing, INVALID))
         return rest
 
     def end_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], rest: uses.Rest) -> None:
@@ -198,7 +184,7 @@ class Recorder:
         ``rest``: the result of :meth:`begin_call`. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`.
         Raises the error of a :class:`RefusedCall` if the driver has accepted the call.
         """
-        self._reports.deliver(self._alone(self._after, name, args, answer, rest))
+        self._reports.deliver(self._turn.alone(self._after, name, args, answer, rest))
 
     def feed(self, call: Call, context: int, place: Stack) -> None:
         """Record a call that was not made through the wrapper. ``context``: handle of the caller's current context;
@@ -243,7 +229,7 @@ class Recorder:
         self._deliver_as(CallingThread(0, context, ()), step)
 
     def _deliver_as(self, caller: CallingThread, step: Callable[[], object]) -> None:
-        """Call ``step`` while the lock is held, with the thread and context of ``caller``, and deliver its hazards."""
+        """Call ``step`` in a turn, with the thread and context of ``caller``, and deliver its hazards."""
 
         def record() -> list[Hazard]:
             self.state.streams.caller = caller
@@ -253,20 +239,20 @@ class Recorder:
             finally:
                 self.state.streams.caller = None
 
-        self._reports.deliver(self._alone(record))
+        self._reports.deliver(self._turn.alone(record))
 
     def _skipped(self, name: str, answer: tuple[Any, ...]) -> None:
         """Add a note for a successful call that has no rule, and that may use memory or order work: it was not
         checked.
         """
         if name in UNKNOWN and not answer[0]:
-            self._alone(self.state.notes.add, "calls", name)
+            self._turn.alone(self.state.notes.add, "calls", name)
 
     def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Rest | None, list[Hazard]]:
         """Return a tuple: the steps of the rule that follow the call (None: the call must not be made), and the new
         hazards.
 
-        The hazards are taken while the lock is held, so that no other thread delivers them.
+        The hazards are taken in the same turn, so that no other thread delivers them.
         """
         rest = None if self._ends_unknown(name, args) else self._apply(name, args)
         return rest, self._reports.take()
@@ -462,13 +448,13 @@ class Recorder:
 
         A ``"mapping"`` is listed by its address, from ``cuMemMap`` to ``cuMemUnmap``.
         """
-        return self._alone(self.state.account.outstanding)
+        return self._turn.alone(self.state.account.outstanding)
 
     def leaks(self) -> list[Hazard]:
         """Return one hazard for each place in the program and kind of memory, if memory that was allocated there is not
         freed.
         """
-        return self._alone(self.state.leaks)
+        return self._turn.alone(self.state.leaks)
 
     def assert_nothing_left(self) -> None:
         """Raise :class:`DriverMisuseError` unless :meth:`outstanding` is empty."""
@@ -493,17 +479,17 @@ class Recorder:
         # repeated.
         while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
             sleep(0.002)
-        self._alone(self.state.close)
+        self._turn.alone(self.state.close)
         self._reports.found += self.leaks()
-        self._alone(self._reports.take)
+        self._turn.alone(self._reports.take)
 
     def close(self) -> None:
         """Check the work that is queued behind waits. Leaks are not reported. With ``on="raise"`` a hazard raises
         :class:`DriverMisuseError`.
         """
         self.finished = True
-        self._alone(self.state.close)
-        self._reports.deliver(self._alone(self._reports.take))
+        self._turn.alone(self.state.close)
+        self._reports.deliver(self._turn.alone(self._reports.take))
 
     def show_rest(self) -> None:
         """Print the hazards that were not shown, the number of hazards, and the notes on what was not checked."""
@@ -530,9 +516,9 @@ class RefusedCall:
 
 
 class _WithoutLock:
-    """The wrapped driver for calls that the checker itself makes. Such a call releases the lock while it runs."""
+    """The wrapped driver for calls that the checker itself makes, without the turn (:meth:`_Turn.outside`)."""
 
-    def __init__(self, driver: Any, turn: _CallTurn) -> None:
+    def __init__(self, driver: Any, turn: _Turn) -> None:
         # This object refers to the driver and the turn, not to the recorder: otherwise recorder, state and this object
         # would form a cycle, and the driver would exist until a garbage collection. A weak reference to the recorder
         # would not do: the collector clears it before the finalisers of its garbage run, and a finaliser may still make
@@ -618,10 +604,8 @@ class CheckedDriver(Wrapper, Recorder):
                 self._skipped(name, answer)
             return answer
         if self._turn.mine():
-            # A finaliser makes this call in the middle of a rule, when the state is half changed. So the call is
-            # recorded afterwards.
             answer = _keeps_convention(name, function(*args))
-            self._postponed.append(partial(self._late, name, args, answer))
+            self._turn.postpone(partial(self._late, name, args, answer))
             return answer
         rest = self.begin_call(name, args)
         if rest is None:
@@ -633,7 +617,7 @@ class CheckedDriver(Wrapper, Recorder):
             answer = _keeps_convention(name, function(*args))
         except BaseException:
             # The bindings have refused the arguments, so the driver was not called.
-            self._alone(rest, INVALID)
+            self._turn.alone(rest, INVALID)
             raise
         self.end_call(name, args, answer, rest)
         if poison is not None and not answer[0]:
@@ -650,13 +634,13 @@ class CheckedDriver(Wrapper, Recorder):
         function = kind(theirs)
 
         def run(*args: Any) -> None:
-            self._alone(self.state.look)
-            self._alone(call.begins)
-            self._alone(self.state.interprocess.update_announcements)
+            self._turn.alone(self.state.look)
+            self._turn.alone(call.begins)
+            self._turn.alone(self.state.interprocess.update_announcements)
             try:
                 function(*args)
             finally:
-                self._alone(call.ends)
+                self._turn.alone(call.ends)
                 # If `stays` is true, a graph may call the function at each launch, so its pointer must stay valid.
                 if not call.stays:
                     self._host_functions.pop(pointer, None)
@@ -670,26 +654,26 @@ class CheckedDriver(Wrapper, Recorder):
         kind, pointers = _QUEUES_HOST_FUNCTION[name]
         try:
             handle, theirs, *rest = args
-            number, stream = int(getattr(cuda, pointers)(theirs)), self._alone(self.state.stream, handle)
+            number, stream = int(getattr(cuda, pointers)(theirs)), self._turn.alone(self.state.stream, handle)
         except REFUSED:
             number = 0
         if not number:
             return self._call(name, launch, args)  # The argument is no host function, so the driver refuses the call.
-        call = self._alone(host_function, self.state, stream)
+        call = self._turn.alone(host_function, self.state, stream)
         pointer = self._stand_in(kind, number, call)
         try:
             answer = self._call(name, launch, (handle, getattr(cuda, pointers)(pointer), *rest))
         except REFUSED:
             # The pointer is kept. If a signal handler raised the error, the driver may have the function and may call
             # it.
-            self._alone(call.refused)
+            self._turn.alone(call.refused)
             raise
         node = call.node
         if node is not None:
-            self._alone(self.state.streams.name_nodes, stream, node)
+            self._turn.alone(self.state.streams.name_nodes, stream, node)
         if answer[0]:
             self._host_functions.pop(pointer, None)
-            self._alone(call.refused)
+            self._turn.alone(call.refused)
         return answer
 
     def _add_host_node(self, name: str, call: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -745,131 +729,3 @@ def _at_exit() -> None:
                 one.settle()
             one.finished = True
             one._reports.show_rest(summary=one.process == os.getpid())
-
-
-# -- poison: conspicuous values in unwritten and freed memory --------------------------------------------------
-
-ALLOCATED, FREED = 0xCB, 0xDB
-"""Bytes with which allocated and freed memory is filled."""
-_NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
-_WRITE = 3
-
-
-class Poison:
-    """Fills memory with conspicuous values, so that wrong reads are noticed. The fills are driver calls that are not
-    recorded.
-    """
-
-    def __init__(self, driver: Any, state: State) -> None:
-        self._driver = driver
-        self._state = state
-        self._delays = bool(getattr(driver, "is_simulated", False))
-        """Whether copies to host memory are delayed (:meth:`_delay`), which is done only on a simulated driver."""
-
-    def fill(self, name: str, args: tuple[Any, ...], answer: Any = None) -> None:
-        """Fill memory that a call is about to free, and the target of a copy that :meth:`_delay` delays. If ``answer``
-        is given, fill memory that the call has allocated, or to which it gave the first access.
-        """
-        if name.endswith(_WAITS) or name.startswith("cuMemFree"):
-            _WAITED.set()
-        if answer is None and name in _FREES:
-            found = self._state.addresses.find(number_of(args[0]))
-            if found is not None and found.kind == _FREES[name] and found.base == number_of(args[0]):
-                self._fill(found, FREED, args[-1])
-        elif answer is None and name in ("cuMemcpyAsync", "cuMemcpyDtoHAsync"):
-            self._delay(*args[:4])
-        elif answer is not None and name in _ALLOCATES:
-            found = self._state.addresses.find(int(answer[1]))
-            if found is not None:
-                self._fill(found, ALLOCATED, args[-1])
-        elif answer is not None and name == "cuMemSetAccess":
-            self._granted(*args[:3])
-
-    def _fill(self, range_: Range, value: int, stream: Any) -> None:
-        """Fill memory of a pool in stream order, and other memory at once."""
-        if range_.kind == "allocation":
-            self._queue(range_.base, range_.size, stream, value)
-        elif range_.kind == "pinned memory":
-            ctypes.memset(range_.base, value, range_.size)
-        else:
-            with self._under(range_.context):
-                if value == FREED:
-                    # Queued work may use the memory until cuMemFree has waited for it, so the device is synchronised
-                    # before the fill.
-                    self._driver.cuCtxSynchronize()
-                self._now(range_.base, range_.size, value)
-
-    def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
-        # The fill is made in the stream of the allocation or the free, so it is ordered like that operation.
-        found = self._state.stream(stream)
-        if found not in self._state.streams.captures:
-            with self._under(found.context):
-                self._driver.cuMemsetD8Async(address, value, size, stream)
-
-    def _now(self, address: int, size: int, value: int) -> None:
-        """Fill memory on a separate stream, and wait for the fill. If that is impossible, a note is added."""
-        failed, stream = (True, None) if self._state.streams.captures else self._driver.cuStreamCreate(_NON_BLOCKING)
-        if failed:
-            self._state.notes.add("poison")
-            return
-        self._driver.cuMemsetD8Async(address, value, size, stream)
-        self._driver.cuStreamSynchronize(stream)
-        self._driver.cuStreamDestroy(stream)
-
-    def _delay(self, to: Any, source: Any, size: Any, stream: Any) -> None:
-        """Fill the target of a copy to host memory, and delay the copy until the host waits, on a simulated driver.
-
-        A host that reads the target too early then reads the fill value. Copies of at most :data:`.FLAG` bytes, in
-        captured streams, or to overlapping bytes are left out.
-        """
-        target, nbytes, found = number_of(to), int(size), self._state.stream(stream)
-        pieces = self._state.addresses.pieces(target, nbytes)
-        if not self._delays or nbytes <= FLAG or found in self._state.streams.captures:
-            return
-        if pieces and all(is_of_host(one) for one, _, _ in pieces) and abs(number_of(source) - target) >= nbytes:
-            self._queue(target, nbytes, stream, ALLOCATED)
-            _WAITED.clear()
-            with self._under(found.context):
-                self._driver.cuLaunchHostFunc(stream, _DELAY, 0)
-
-    def _granted(self, address: Any, size: Any, descriptors: Any) -> None:
-        """Fill those parts of mapped memory to which a device gets access for the first time (``cuMemSetAccess``)."""
-        writers = [device for device, rights in granted(descriptors).items() if rights == _WRITE]
-        contexts: list[Any] = [one.context for one, device in self._state.streams.devices.items() if device in writers]
-        for one in mappings(self._state, number_of(address), int(size)) if contexts else ():
-            fresh, one.bytes.fresh = one.bytes.fresh, ()
-            start, end = one.offset, one.offset + one.size
-            for low, high in fresh:
-                first, last = max(low, start), min(high, end)
-                if first < last:
-                    with self._under(contexts[0]):
-                        self._now(one.base + first - start, last - first, ALLOCATED)
-                left = ((low, min(high, start)), (max(low, end), high))
-                one.bytes.fresh += tuple(part for part in left if part[0] < part[1])
-
-    @contextlib.contextmanager
-    def _under(self, context: Any) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if context:
-                self._driver.cuCtxPushCurrent(cuda.CUcontext(context))
-                stack.callback(self._driver.cuCtxPopCurrent)
-            yield
-
-
-_WAITED = threading.Event()
-"""Set when the host waits, so that delayed copies continue."""
-_LONGEST_DELAY = 0.02
-"""Longest delay of a copy in seconds. The host may wait for the copy in a way that the checker is not told of, and a
-longer delay would then hold up the program.
-"""
-_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: _WAITED.wait(_LONGEST_DELAY) and None)
-# `_FUNCTION` is at module level, so that it exists until the process ends: the driver may call it after the checker has
-# ended.
-_DELAY: Any = cuda.CUhostFn(ctypes.cast(_FUNCTION, ctypes.c_void_p).value)
-_WAITS = ("Synchronize", "Query")
-_FREES = {"cuMemFreeAsync": "allocation", "cuMemFree": "device memory", "cuMemFreeHost": "pinned memory"}
-"""For each call that frees: the kind of memory that is filled before the call."""
-_ALLOCATES = frozenset(
-    ["cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemAlloc", "cuMemAllocPitch", "cuMemHostAlloc", "cuMemAllocHost"]
-)
-"""Names of the calls that allocate memory, which is filled after the call."""

@@ -19,7 +19,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.checker import report, wrapper
+from streamalloc.checker import poison, report, wrapper
 from streamalloc.checker.report import LEFT_OUT
 from streamalloc.checker.rules.table import RULES
 from streamalloc.driver import selection
@@ -563,7 +563,7 @@ def test_poison_is_no_part_of_a_graph(traced: Any) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_poison_of_what_a_copy_has_not_reached(machine: Any, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that reads the target of a copy before a wait does not see the copied bytes by luck."""
-    monkeypatch.setattr(wrapper, "_LONGEST_DELAY", SECONDS)
+    monkeypatch.setattr(poison, "_LONGEST_DELAY", SECONDS)
     driver: Any = sd.checked(machine, poison=True)
     with sa.Device(0, driver=driver).current():
         stream, source = driver.cuStreamCreate(1)[1], driver.cuMemAlloc(SIZE)[1]
@@ -743,7 +743,7 @@ class TestQuestions:
 
         def ask() -> None:
             inside.append(checker._turn.mine())
-            other = threading.Thread(target=checker._alone, args=(int,), daemon=True)
+            other = threading.Thread(target=checker._turn.alone, args=(int,), daemon=True)
             other.start()
             other.join(SECONDS)
             assert not other.is_alive()
@@ -752,7 +752,7 @@ class TestQuestions:
             checker._turn.outside(ask, ())
             inside.append(checker._turn.mine())
 
-        checker._alone(alone)
+        checker._turn.alone(alone)
         assert inside == [False, True] and not checker._turn.mine()
 
     def test_a_finaliser_revives_the_driver(self, machine: Any) -> None:
@@ -800,7 +800,7 @@ class TestWrongArguments:
     def test_a_late_record(self) -> None:
         """A finaliser makes the call while its own thread records another one."""
         driver: Any = sd.checked(_with_context(sd.simulated()))
-        driver._alone(lambda: driver.cuMemcpy2D(None))
+        driver._turn.alone(lambda: driver.cuMemcpy2D(None))
         assert not driver.hazards
 
     def test_a_host_function_at_0(self) -> None:

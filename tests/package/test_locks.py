@@ -80,7 +80,7 @@ def test_a_hazard_that_two_threads_deliver_is_kept_once() -> None:
     guard = threading.Lock()
 
     def keep(checked: CheckedDriver) -> None:
-        fresh = checked._alone(checked._reports.take)
+        fresh = checked._turn.alone(checked._reports.take)
         with guard:
             kept.append(fresh)
 
