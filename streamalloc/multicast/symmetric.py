@@ -489,7 +489,7 @@ class SymmetricMemory(Closes, Shown):
                 # The first step is a barrier of the hosts. After that, all ranks have queued the signals for which
                 # other devices wait.
                 self._group.step("close", lambda rank: None, deadline)
-                self._group.step("close", lambda rank: finish_all([devices[rank]], deadline, failures), deadline)
+                self._group.step("close", lambda rank: failures.extend(finish_all([devices[rank]], deadline)), deadline)
             except SymmetricMemoryError as first:
                 try:
                     self.abandon(_GRACE if deadline is None else max(left(deadline), _GRACE))
@@ -524,8 +524,7 @@ class SymmetricMemory(Closes, Shown):
         if self.closed:
             return
         steps.check_no_capture(self._resources.session)
-        failures: list[CudaError] = []
-        _satisfy_and_finish(self._resources, self._signals, deadline_after(timeout), failures)
+        failures = _satisfy_and_finish(self._resources, self._signals, deadline_after(timeout))
         self._release()
         if failures:
             raise failures.pop(0)
@@ -564,12 +563,11 @@ class SymmetricMemory(Closes, Shown):
         return f" of {size_text(self.nbytes)} for each rank, {who}{state}"
 
 
-def _satisfy_and_finish(
-    resources: RankResources, signals: Signals, deadline: float | None, failures: list[CudaError]
-) -> None:
+def _satisfy_and_finish(resources: RankResources, signals: Signals, deadline: float | None) -> list[CudaError]:
     """Write into the counters the values for which streams of this process still wait. Then block until the devices are
-    idle. ``deadline``, ``failures`` and errors as for :func:`run_until`.
+    idle. Returns the failures of both. ``deadline`` and errors as for :func:`run_until`.
     """
+    failures: list[CudaError] = []
 
     def satisfy(rank: int, device: Device) -> None:
         counters = signals.released(rank)
@@ -581,8 +579,8 @@ def _satisfy_and_finish(
 
     if signals.used and resources.replicas and not resources.releasing:
         for rank, device in resources.devices.items():
-            run_until(device, functools.partial(satisfy, rank, device), deadline, failures)
-    finish_all(resources.devices.values(), deadline, failures)
+            failures += run_until(device, functools.partial(satisfy, rank, device), deadline)
+    return failures + finish_all(resources.devices.values(), deadline)
 
 
 class _DroppedMemory(Deferred):
@@ -612,7 +610,7 @@ class _DroppedMemory(Deferred):
     def _wait(self) -> None:
         # After an error, such as a capture by other code, the next attempt() starts a new thread.
         with contextlib.suppress(Exception), self.resources.session.relaxed():
-            _satisfy_and_finish(self.resources, self._signals, None, [])
+            _satisfy_and_finish(self.resources, self._signals, None)
             self._idle = True
 
 

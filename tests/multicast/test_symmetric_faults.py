@@ -70,9 +70,9 @@ def test_the_error_lists_the_steps_in_their_order(crew: Crew, monkeypatch: pytes
     made: dict[str, None] = {}
     step = RankGroup.step
 
-    def noted(group: RankGroup, name: str, *rest: Any) -> list[bytes]:
+    def noted(group: RankGroup, name: str, *rest: Any, **named: Any) -> list[bytes]:
         made[name] = None
-        return step(group, name, *rest)
+        return step(group, name, *rest, **named)
 
     monkeypatch.setattr(RankGroup, "step", noted)
     crew.run(use)

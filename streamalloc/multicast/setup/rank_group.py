@@ -68,7 +68,9 @@ class RankGroup:
         self.failed: bool = False
         """Whether the communicator has failed, so that no other rank can be reached."""
 
-    def step(self, name: str, do: Callable[[int], bytes | None], deadline: float | None) -> list[bytes]:
+    def step(
+        self, name: str, do: Callable[[int], bytes | None], deadline: float | None, *, once: bool = False
+    ) -> list[bytes]:
         """Run one step for each rank of this process, then exchange the outcomes.
 
         Parameters
@@ -80,10 +82,12 @@ class RankGroup:
         deadline
             Time (``time.monotonic``, seconds) at which the wait for other ranks ends; None for the communicator's own
             limit.
+        once
+            Whether ``do`` is called for the first rank of this process only.
 
         Returns
         -------
-        The bytes that ``do`` returned on each rank, by rank.
+        The bytes that ``do`` returned on each rank, by rank; with ``once``, on each process.
 
         Raises
         ------
@@ -95,7 +99,7 @@ class RankGroup:
             the other ranks are told first.
         """
         outcomes: dict[int, bytes | BaseException] = {}
-        for rank in self.local:
+        for rank in self.local[:1] if once else self.local:
             try:
                 outcomes[rank] = do(rank) or b""
             except BaseException as error:

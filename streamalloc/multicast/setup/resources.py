@@ -188,19 +188,19 @@ class RankResources(Deferred):
         self.handles.clear()
 
 
-def finish_all(devices: Iterable[Device], deadline: float | None, failures: list[CudaError]) -> None:
-    """Block the host until all work of the devices is done (``cuCtxSynchronize``). ``deadline``, ``failures`` and
-    errors as for :func:`run_until`.
+def finish_all(devices: Iterable[Device], deadline: float | None) -> list[CudaError]:
+    """Block the host until all work of the devices is done (``cuCtxSynchronize``). Returns the failures of their work.
+    ``deadline`` and errors as for :func:`run_until`.
     """
-    for device in devices:
-        run_until(device, functools.partial(session_of(device).call, "cuCtxSynchronize"), deadline, failures)
+    waits = [(device, functools.partial(session_of(device).call, "cuCtxSynchronize")) for device in devices]
+    return [failure for device, wait in waits for failure in run_until(device, wait, deadline)]
 
 
-def run_until(device: Device, do: Callable[[], object], deadline: float | None, failures: list[CudaError]) -> None:
+def run_until(device: Device, do: Callable[[], object], deadline: float | None) -> list[CudaError]:
     """Call ``do``, which waits for ``device``, on a new thread, because the driver's waits have no time limit.
 
-    A CudaError of ``do``, other than CaptureError, is appended to ``failures`` and not raised: a device whose work has
-    failed is also idle, so that the release can follow. Other errors of ``do`` are raised.
+    Returns the error of ``do`` if it is a CudaError, other than CaptureError: a device whose work has failed is also
+    idle, so that the release can follow. Other errors of ``do`` are raised.
 
     Raises
     ------
@@ -209,15 +209,19 @@ def run_until(device: Device, do: Callable[[], object], deadline: float | None, 
     CaptureError
         ``do`` raised it: other code captures a stream, so that the device cannot be synchronised.
     """
+    failures: list[CudaError] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             with device.current():
                 do()
+        except CaptureError as error:
+            errors.append(error)
+        except CudaError as error:
+            failures.append(error)
         except BaseException as error:
-            failed = isinstance(error, CudaError) and not isinstance(error, CaptureError)
-            (failures if failed else errors).append(error)  # type: ignore[arg-type]
+            errors.append(error)
 
     waiter = threading.Thread(target=run, name="streamalloc waits for a device", daemon=True)
     waiter.start()
@@ -226,3 +230,4 @@ def run_until(device: Device, do: Callable[[], object], deadline: float | None, 
         raise TimeoutError(f"{device!r} has not done its work in time")
     if errors:
         raise errors.pop()  # `pop`, because the traceback would form a cycle with this frame.
+    return failures

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,12 +126,12 @@ def agree(
 
     def profile(rank: int) -> bytes:
         try:
-            arguments.sizes()
+            nbytes, pad = arguments.sizes()
             chosen[rank] = _device_for(given.get(rank), driver)
         except (TypeError, ValueError) as error:
             mistakes.append(error)
             raise
-        return _profile(group, arguments, chosen[rank]).to_bytes()
+        return _profile(group, arguments, nbytes, pad, chosen[rank]).to_bytes()
 
     try:
         packets = group.step("agree", profile, deadline)
@@ -162,8 +162,7 @@ def _device_for(device: object, driver: Driver | None) -> Device:
     raise ValueError(f"device: which of {count} devices is this rank's? Give device=, or make its context current")
 
 
-def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProfile:
-    nbytes, pad = arguments.sizes()
+def _profile(group: RankGroup, arguments: Arguments, nbytes: int, pad: int, device: Device) -> RankProfile:
     session = session_of(device)
     check_no_capture(session)
     granularity = PhysicalMemory.granularity(device, recommended=True)
@@ -201,24 +200,16 @@ def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: flo
     if group.communicator is not None:
         _exchange(group, resources, plan.multicast, deadline)
 
-    def by_process(do: Callable[[], None]) -> Callable[[int], None]:
-        # A step is called for each rank of this process, but `do` must run only once per process.
-        return lambda rank: do() if rank == group.local[0] else None
-
-    later: list[tuple[str, Callable[[int], None]]] = []
     if plan.multicast:
         # "add" and "bind" are two steps, because the driver blocks in a bind until all ranks have added their devices.
-        later += [("add", resources.add_device), ("bind", resources.bind)]
-    later += [
-        ("reserve", by_process(resources.reserve)),
-        ("map", by_process(resources.map)),
-        ("access", by_process(resources.set_access)),
-        # "clear" is the last step: after it a rank may write to the memory of every other rank, and a later zeroing
-        # would destroy such writes.
-        ("clear", lambda rank: _clear(resources, plan.layout, rank)),
-    ]
-    for name, do in later:
-        group.step(name, do, deadline)
+        group.step("add", resources.add_device, deadline)
+        group.step("bind", resources.bind, deadline)
+    group.step("reserve", lambda rank: resources.reserve(), deadline, once=True)
+    group.step("map", lambda rank: resources.map(), deadline, once=True)
+    group.step("access", lambda rank: resources.set_access(), deadline, once=True)
+    # "clear" is the last step: after it a rank may write to the memory of every other rank, and a later zeroing would
+    # destroy such writes.
+    group.step("clear", lambda rank: _clear(resources, plan.layout, rank), deadline)
     return tuple(replica.address for replica in resources.replicas.values())
 
 
