@@ -22,9 +22,9 @@ otherwise the same):
    that the bindings return.
 2. ``calls.pools.PoolCalls._allocate_ordered`` adds a node if the stream is captured. Otherwise it calls
    ``pool.Pool.take``.
-3. ``allocator.PoolAddresses.find_at_hand`` chooses a block with memory that the stream can use at once. If there is
-   none, ``pool.Pool._find_further`` looks for one that another stream freed, or puts memory under free addresses
-   (``Pool._back``, ``banks.Space.back``).
+3. ``pool.Pool._find`` looks for a block by the rules of :mod:`.allocator`: one with memory that the stream can use at
+   once, then one that another stream freed, then free addresses, under which it puts memory (``Pool._back``,
+   ``banks.Space.back``).
 4. ``allocations.AllocationTable`` lists the memory by its address, for all later calls.
 
 A free is an operation in its stream (``pool.Freed``). The same stream can reuse the block at once; for other streams

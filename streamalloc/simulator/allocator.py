@@ -13,8 +13,8 @@ Physical memory is mapped under the addresses in *chunks* of 32 MiB. Each addres
 Blocks that are free for all streams may lack the memory of some or all of their chunks. The *end of the line* is the
 last block, if that is free for all streams.
 
-The rules for the address of an allocation were found from recordings of random programs on H200s. The allocation takes
-the first block that is large enough from
+The rules for the address of an allocation were found from recordings of random programs on H200s. :meth:`.Pool._find`
+follows them. The allocation takes the first block that is large enough from
 
 1. the blocks that its own stream left;
 2. the blocks that are free for all streams and have all their chunks, except the end of the line;
@@ -40,6 +40,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from streamalloc.simulator.constants import CHUNK
 
@@ -129,6 +130,10 @@ class Shelf:
         return next((found[one][2] for one in range(at, len(found)) if usable(found[one][2])), None)
 
 
+def _is_within(limit: int, block: Block) -> bool:
+    return block.seq <= limit
+
+
 Reach = Callable[[int], int]
 """Function that takes the number of a stream and returns an operation number: blocks that the stream left up to this
 operation can be taken.
@@ -170,37 +175,30 @@ class PoolAddresses:
 
     # -- allocating ------------------------------------------------------------------------------------------
 
-    def find_at_hand(self, size: int, stream: int) -> Block | None:
-        """Find a block by rules 1 and 2 of this module for an allocation of ``size`` bytes; None if no block is large
-        enough.
-        """
-        return self._left[stream].best(size) or self._common.best(size, self._is_backed)
+    # Each method returns the smallest block of at least ``size`` bytes; None if no block is large enough.
 
-    def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
-        """Find a block by rules 3 to 5 of this module; None if no block is large enough. By rule 4, blocks may become
-        free for all streams.
+    def best_own(self, size: int, stream: int) -> Block | None:
+        """Find a block that a stream left (rule 1 of this module)."""
+        return self._left[stream].best(size)
 
-        ``ordered`` (rule 3) returns, for the number of another stream, the number of its last operation that the
-        allocating stream is ordered after; None skips the rule. ``done`` (rule 4) returns, for the number of a stream,
-        the number up to which the stream's frees have run.
-        """
-        block = None if ordered is None else self.best_left(size, ordered)
-        if block is None:
-            block = self.best_left(size, done)
-        if block is None:
-            self.free_left(done)
-            block = self._common.best(size)
+    def best_backed(self, size: int) -> Block | None:
+        """Find a block that is free for all streams and has all its chunks (rule 2)."""
+        return self._common.best(size, self._is_backed)
+
+    def best_common(self, size: int) -> Block | None:
+        """Find a block that is free for all streams, with or without chunks (rule 5)."""
+        block = self._common.best(size)
         if block is None and self._last.owner == FREE_FOR_ALL and self._last.size >= size:
             block = self._last
         return block
 
     def best_left(self, size: int, reach: Reach) -> Block | None:
-        """Find a block of at least ``size`` bytes that a stream left at an operation number up to ``reach(stream)``;
-        None if there is none. The streams are searched in the order of their ranks.
+        """Find a block that a stream left at an operation number up to ``reach(stream)`` (rules 3, 4 and 6). The
+        streams are searched in the order of their ranks.
         """
         for stream, shelf in self._shelves():
             limit = reach(stream)
-            block = shelf.best(size, lambda block, limit=limit: block.seq <= limit)  # type: ignore[misc]
+            block = shelf.best(size, partial(_is_within, limit))
             if block is not None:
                 return block
         return None

@@ -102,34 +102,36 @@ class Pool(Accessible):
 
         Gives CUDA_ERROR_OUT_OF_MEMORY if no rule of :mod:`.allocator` finds a block with memory.
         """
-        line, number = self.line, stream.id
-        if number not in self._scheduler.ranks:
-            self._scheduler.rank(stream)
+        self._scheduler.rank(stream)
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
-        block = line.find_at_hand(rounded, number)
-        if block is None:
-            block = self._find_further(rounded, stream)
-        line.carve(block, rounded)
+        block = self.line.carve(self._find(rounded, stream), rounded)
         self._outstanding += 1
         self.used += size
         if self.used > self.used_high:
             self.used_high = self.used
         return self.space.base + block.start, block
 
-    def _find_further(self, size: int, stream: Queue) -> Block:
-        """Find a block with memory under its first ``size`` bytes, by the rules 3 to 6 of :mod:`.allocator`. By rule 6,
+    def _find(self, size: int, stream: Queue) -> Block:
+        """Find a block with memory under its first ``size`` bytes, by the rules of :mod:`.allocator`. By rule 6,
         ``stream`` waits for the free of another stream. Gives CUDA_ERROR_OUT_OF_MEMORY if no rule finds a block.
         """
-        line, scheduler, ordered = self.line, self._scheduler, None
+        line = self.line
+        block = line.best_own(size, stream.id) or line.best_backed(size)  # rules 1 and 2
+        if block is not None:
+            return block
         # Without this policy, the order of the legacy stream is not merged (observed on H200: test_placements).
         if self.follow_events:
-            stream.look()
-            ordered = lambda other: stream.clock.get(other, 0)  # noqa: E731
-        done = scheduler.executed if self.opportunistic else scheduler.outlived
-        block = need(line.find_further(size, ordered, done), Result.CUDA_ERROR_OUT_OF_MEMORY)
+            stream.note_order()
+            block = line.best_left(size, lambda other: stream.clock.get(other, 0))  # rule 3
+        if block is None:
+            done = self._scheduler.executed if self.opportunistic else self._scheduler.outlived
+            block = line.best_left(size, done)  # rule 4
+            if block is None:
+                line.free_left(done)
+                block = need(line.best_common(size), Result.CUDA_ERROR_OUT_OF_MEMORY)  # rule 5
         if block.owner == FREE_FOR_ALL and not self._back(block, size):
             self.release()
-            left = line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None
+            left = line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None  # rule 6
             block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
         # Without this policy, the allocation is no work of the stream (observed on H200: test_streams).
@@ -143,6 +145,7 @@ class Pool(Accessible):
         ``stream`` can reuse the block at once, other streams by rules 3 and 4 of :mod:`.allocator`.
         """
         self.used -= size
+        # The free may run in this call. If it is the last one of a destroyed pool, it has closed the pool.
         seq = stream.last_free = stream.submit(Freed(self.returned))
         if not self.destroyed or self._outstanding:
             self.line.free(block, stream.id, seq)

@@ -246,7 +246,7 @@ class Queue:
                 pending.append((other, other.seq))
         return tuple(pending)
 
-    def look(self) -> None:
+    def note_order(self) -> None:
         """Merge the order that the legacy stream implies into this stream's clock, without an operation.
 
         In the legacy stream this takes an operation number: ``seq`` grows by 1.
