@@ -285,7 +285,8 @@ def present(state: State, found: Found) -> Pieces:
     """Return the parts of ranges, without freed ranges whose addresses other memory may have now. Memory that was not
     allocated through this checker gets a note.
     """
-    note_unknown(state, found)
+    if found.elsewhere:
+        note_unknown(state, found)
     return [one for one in found.pieces if not one[0][0].vacated]
 
 

@@ -72,9 +72,7 @@ def _notification(delivers: bool = False) -> Callable[[F], F]:
             if self._turn.mine():
                 self._turn.postpone(partial(step, self, *args, **named))
                 return
-            self._turn.alone(partial(step, self, *args, **named))
-            if delivers:
-                self._reports.deliver(self._turn.alone(self._reports.take))
+            (self._record if delivers else self._turn.alone)(partial(step, self, *args, **named))
 
         return cast("F", notify)
 
@@ -110,11 +108,13 @@ class _Turn:
             self._thread = threading.get_ident()
             try:
                 # A finaliser may have made a call right after the previous step, and so before this one.
-                self._call_postponed()
+                if self._postponed:
+                    self._call_postponed()
                 result = step(*args)
                 # This block has no loop: on Python 3.12 and newer, an exception of a signal handler in a loop can skip
                 # the finally clause.
-                self._call_postponed()
+                if self._postponed:
+                    self._call_postponed()
                 return result
             finally:
                 if self.mine():  # It is false if a signal handler raised while `outside` was waiting for the lock.
@@ -168,15 +168,13 @@ class Recorder:
         """Apply the part of a rule that precedes the call, and deliver its hazards.
 
         Returns a function that takes the driver's answer; None if the call must not be made, because it would end an
-        object that is not live. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`: the rule ends as if the
-        driver had refused the call, which is not made.
+        object that is not live. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`, and the call is not
+        made.
         """
         rule = RULES.get(name)
         if name not in ENDERS and (rule is None or rule.around is None):
             return uses.nothing
-        rest, fresh = self._turn.alone(self._before, name, args)
-        self._reports.deliver(fresh, partial(self._turn.alone, rest or uses.nothing, INVALID))
-        return rest
+        return self._record(self._before, name, args, undo=self._end_unmade)
 
     def end_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], rest: uses.Rest) -> None:
         """Apply the part of a rule that follows the call, and deliver its hazards.
@@ -184,7 +182,7 @@ class Recorder:
         ``rest``: the result of :meth:`begin_call`. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`.
         Raises the error of a :class:`RefusedCall` if the driver has accepted the call.
         """
-        self._reports.deliver(self._turn.alone(self._after, name, args, answer, rest))
+        self._record(self._after, name, args, answer, rest)
 
     def feed(self, call: Call, context: int, place: Stack) -> None:
         """Record a call that was not made through the wrapper. ``context``: handle of the caller's current context;
@@ -231,15 +229,30 @@ class Recorder:
     def _deliver_as(self, caller: CallingThread, step: Callable[[], object]) -> None:
         """Call ``step`` in a turn, with the thread and context of ``caller``, and deliver its hazards."""
 
-        def record() -> list[Hazard]:
+        def record() -> None:
             self.state.streams.caller = caller
             try:
                 step()
-                return self._reports.take()
             finally:
                 self.state.streams.caller = None
 
-        self._reports.deliver(self._turn.alone(record))
+        self._record(record)
+
+    def _record(self, step: Callable[..., T], *args: Any, undo: Callable[[T], object] | None = None) -> T:
+        """Call ``step`` in a turn, and deliver the hazards that it finds. Returns the result of ``step``. ``undo`` is
+        called with this result if a hazard raises.
+        """
+        result: T
+        result, fresh = self._turn.alone(self._found, step, args)
+        if fresh:
+            self._reports.deliver(fresh, None if undo is None else partial(undo, result))
+        return result
+
+    def _found(self, step: Callable[..., T], args: tuple[Any, ...]) -> tuple[T, list[Hazard]]:
+        """Call ``step``. Returns its result and the hazards that it finds. They are taken in the same turn, so that no
+        other thread delivers them.
+        """
+        return step(*args), self._reports.take() if self._reports.found else []
 
     def _skipped(self, name: str, answer: tuple[Any, ...]) -> None:
         """Add a note for a successful call that has no rule, and that may use memory or order work: it was not
@@ -248,14 +261,14 @@ class Recorder:
         if name in UNKNOWN and not answer[0]:
             self._turn.alone(self.state.notes.add, "calls", name)
 
-    def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Rest | None, list[Hazard]]:
-        """Return a tuple: the steps of the rule that follow the call (None: the call must not be made), and the new
-        hazards.
+    def _before(self, name: str, args: tuple[Any, ...]) -> uses.Rest | None:
+        """Return the steps of the rule that follow the call; None: the call must not be made."""
+        return None if self._ends_unknown(name, args) else self._apply(name, args)
 
-        The hazards are taken in the same turn, so that no other thread delivers them.
-        """
-        rest = None if self._ends_unknown(name, args) else self._apply(name, args)
-        return rest, self._reports.take()
+    def _end_unmade(self, rest: uses.Rest | None) -> None:
+        """End the rule of a call that is not made because of a hazard, as if the driver had refused the call."""
+        if rest is not None:
+            self._turn.alone(rest, INVALID)
 
     def _ends_unknown(self, name: str, args: tuple[Any, ...]) -> bool:
         """Whether a call ends an object whose handle is not live. If so, this method has reported the call."""
@@ -275,9 +288,7 @@ class Recorder:
         except REFUSED as error:
             return RefusedCall(error)
 
-    def _after(
-        self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], rest: uses.Rest, take: bool = True
-    ) -> list[Hazard]:
+    def _after(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], rest: uses.Rest) -> None:
         state, succeeded = self.state, not answer[0]
         state.look()
         if succeeded:
@@ -291,11 +302,10 @@ class Recorder:
         shared = state.interprocess
         if shared.posted or shared.leaving or shared.uses:
             shared.update_announcements()
-        return self._reports.take() if take else []
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
         """Record a call that was made already: by a finaliser while a rule ran, or by code whose calls are fed."""
-        self._after(name, args, answer, self._apply(name, args), take=False)
+        self._after(name, args, answer, self._apply(name, args))
 
     # -- handles -----------------------------------------------------------------------------------------------
 
@@ -488,8 +498,7 @@ class Recorder:
         :class:`DriverMisuseError`.
         """
         self.finished = True
-        self._turn.alone(self.state.close)
-        self._reports.deliver(self._turn.alone(self._reports.take))
+        self._record(self.state.close)
 
     def show_rest(self) -> None:
         """Print the hazards that were not shown, the number of hazards, and the notes on what was not checked."""

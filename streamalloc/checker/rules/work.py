@@ -57,8 +57,8 @@ def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> A
     def rule(state: State, name: str, args: Arguments) -> Steps:
         memory, handle = read(state, args), _stream(args, stream_at)
         found = uses.look_up(state, memory.used)
-        named = uses.look_up(state, memory.named)
-        answer = yield from uses.stale(state, handle, name, found.pieces + named.pieces)
+        named = uses.look_up(state, memory.named).pieces if memory.named else []
+        answer = yield from uses.stale(state, handle, name, found.pieces + named)
         if answer[0]:
             return
         for address, nbytes, write in memory.taken:
