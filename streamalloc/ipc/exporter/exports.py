@@ -118,6 +118,10 @@ def _ended() -> bool:
     return True
 
 
+def _lasting(holds: list[Hold]) -> list[Hold]:
+    return [hold for hold in holds if not hold.over()]
+
+
 def hung_up(end: Fd | Channel | int) -> bool:
     """Whether every process has closed the other end of a pipe or a connection (``poll``). ``end``: the end of this
     process, or its file descriptor number.
@@ -217,14 +221,16 @@ class Lease(SharedState):
     def add_hold(self, hold: Hold) -> None:
         """Add a hold for a descriptor in transit."""
         with self.lock:
-            self._holds.append(hold)
+            # Two older holds are checked for each new one. Otherwise memory that is sent again and again, and is not
+            # freed, would keep a pipe for each message.
+            self._holds = [*self._holds[2:], hold, *_lasting(self._holds[:2])]
 
     def _in_transit(self) -> bool:
         """Whether a descriptor of the lease is in transit: one of its holds has not ended. Ended holds are removed from
         the list.
         """
         if self._holds:
-            self._holds = [hold for hold in self._holds if not hold.over()]
+            self._holds = _lasting(self._holds)
         return bool(self._holds)
 
     # -- importers -------------------------------------------------------------------------------------------
@@ -516,10 +522,8 @@ class Exports:
                     lease.block.free_slots.append(lease.slot)
                 else:
                     self.leaving.append(lease)
-            for block in self.blocks:
-                if len(block.free_slots) >= count:
-                    return [Lease(self, block, block.free_slots.pop()) for _ in range(count)]
-        return []
+            block = next((block for block in self.blocks if len(block.free_slots) >= count), None)
+            return [] if block is None else [Lease(self, block, block.free_slots.pop()) for _ in range(count)]
 
     def block(self) -> ControlBlock:
         """Return a control block of this process for marks, which any block can have. If there is no block, one is

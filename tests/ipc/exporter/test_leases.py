@@ -1,6 +1,7 @@
 """Frees of memory that other processes use."""
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -125,6 +126,17 @@ def _has_let_go(there: There) -> bool:
 
 def _close_stream(there: There, name: str) -> None:
     there.kept.pop(name).close()
+
+
+def test_messages_that_were_opened_or_dropped_keep_nothing(buffer: sa.Buffer) -> None:
+    ours, theirs = ipc.Channel.pair()
+    opened = []
+    for _ in range(10):
+        ipc.send(ours, buffer, hold=True)
+        for handle in theirs.receive().handles:
+            handle.close()
+        opened.append(len(os.listdir("/proc/self/fd")))
+    assert opened[-1] <= opened[1] + 1
 
 
 class TestPolicies:
