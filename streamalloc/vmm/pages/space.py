@@ -31,7 +31,15 @@ from streamalloc.formats.html import Row, gauge
 from streamalloc.vmm.access import After, copying_stream, listed, wait, wait_for_users
 from streamalloc.vmm.address_range import OwnsRange
 from streamalloc.vmm.pages.places import Page, Parking, PhysicalPages, Places, mapped_apart
-from streamalloc.vmm.stores.blocks import Addresses, BlockTier, Kept, by_contents, drop_contents, ends_or_all
+from streamalloc.vmm.stores.blocks import (
+    Addresses,
+    BlockTier,
+    Kept,
+    Stored,
+    by_contents,
+    drop_contents,
+    ends_or_all,
+)
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
 
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
@@ -330,26 +338,26 @@ class SwapSpace(SpaceMemory):
         clear_on = self._single([ordered]) if others == [] else None
         # No lock is held, because it takes long to allocate host memory or disk space.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
-        stored = tier._stored(self.page_size)
 
-        def park(parking: Parking) -> list[int]:
+        def park(parking: Parking, used: contextlib.ExitStack) -> tuple[list[int], Stored]:
             committed = [place for place in chosen if places.numbers[place] >= 0]
-            tier._take(len(committed), stored)
+            stored = tier._take(len(committed), self.page_size)
+            # Another thread may release the pages before the copies are queued. Meanwhile the tier must not give the
+            # same memory of a chunk to other contents.
+            used.enter_context(stored.in_use())
             # Recorded before `places.park`, so that a signal handler that raises in between loses no contents.
             kept.update({place: (stored, index) for index, place in enumerate(committed)})
             places.stored |= kept
             places.park(committed, parking)
-            return committed
+            return committed, stored
 
         def take_back() -> None:
             if kept:
                 places.locked(lambda: self._forget_stored(kept, parking))
 
-        # Another thread may release the pages before the copies are queued. `in_use()` prevents the tier from giving
-        # the same chunk memory to other contents meanwhile.
-        with self._alone(ordered, *ends) as parking, stored.in_use():
-            with undoing(stored.drop), undoing(take_back):
-                committed = places.locked(lambda: park(parking))
+        with contextlib.ExitStack() as used, self._alone(ordered, *ends) as parking:
+            with undoing(lambda: drop_contents(kept)), undoing(take_back):
+                committed, stored = places.locked(lambda: park(parking, used))
                 # No lock is held, because it takes long to write to a disk.
                 stored.save(self._addresses(committed), ordered, ordered.device == self.device)
                 parking.fence.queueing = 0

@@ -1,12 +1,13 @@
 """Bytes that are stored outside of device memory, in blocks: contents of pages, of smaller pieces, and of sleeping
 buffers.
 
-A *tier* consists of *chunks*; each chunk is an allocation in host memory, or a file. The *room* of a block is its part
-of a chunk, whether bytes are stored there or not. A call that saves makes one :class:`Stored`, with an address in a
-chunk for each block. The room of a dropped block is reused or released after the copies that use it.
+A *tier* consists of *chunks*; each chunk is an allocation in host memory, or a file. A call that saves makes one
+:class:`Stored`. Its :class:`Room` has the address of each block in a chunk, and returns the addresses of dropped blocks
+to the chunks. They are reused or released after the copies that use them.
 
-Pages and pieces have blocks of one size, and share the chunks of a :class:`BlockTier`. Sleeping buffers have chunks of
-their own, and each buffer has a :class:`Backup` for its blocks.
+Pages and pieces have blocks of one size. Buffers have blocks of different sizes, and each buffer has a :class:`Backup`
+for its blocks. In a :class:`HostTier` both share the chunks. A pool and a file for buffers have chunks for one
+:class:`Stored`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from streamalloc.core.errors import CudaError, OutOfMemoryError, refused, size_text, undo_all, undoing
 from streamalloc.core.internal import (
     CopySide,
+    Deferred,
     Device,
     Event,
     Fence,
@@ -37,7 +39,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import checked_size, checked_type
 from streamalloc.core.resource import Closes, Unique
-from streamalloc.core.session import drained, session_of
+from streamalloc.core.session import Session, drained, session_of
 from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, RLock
 from streamalloc.vmm.access import After, copying_stream, ends_of
 
@@ -53,6 +55,7 @@ _SMALL = 16 << 10
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
 """Type of the argument ``blocks``: index of a block, or a sequence or an array of indices."""
 Addresses: TypeAlias = "npt.NDArray[np.int64]"
+Mask: TypeAlias = "npt.NDArray[np.bool_]"
 Indices: TypeAlias = "Sequence[int] | Addresses"
 Kept: TypeAlias = "tuple[Stored, int]"
 """The stored contents of one page: a :class:`Stored`, and the index of the page's block in it."""
@@ -77,18 +80,18 @@ Move: TypeAlias = Callable[[Copies], None]
 
 
 class Chunk:
-    """One allocation or file of a tier, with room for blocks. Only blocks of buffers have different sizes. The chunk is
-    released when the last reference to it is dropped.
+    """One allocation or file of a tier, with room for blocks. The chunk is released when the last reference to it is
+    dropped.
     """
 
-    def __init__(self, nbytes: int, count: int, address: int, step: int) -> None:
+    def __init__(self, nbytes: int, address: int, every: Addresses) -> None:
         self.nbytes: int = nbytes
-        """Size of a block in bytes; 0 for a file with blocks of buffers."""
-        self.count: int = count
+        """Size of a block in bytes; 0 for blocks of different sizes."""
+        self.count: int = len(every)
         """Number of blocks."""
         self.address: int = address
         """Address of the first block. Chunks of one :class:`Stored` have different addresses."""
-        self._every = address + np.arange(count) * step
+        self._every = every
         """Addresses of all blocks, in ascending order."""
         self._free: list[tuple[Addresses, Sequence[Fence]]] = [(self._every, ())]
         """Arrays of free addresses, each with fences of the last copies from or to these addresses. Addresses that were
@@ -152,6 +155,68 @@ def may_run(fence: Fence) -> bool:
     return True
 
 
+class Room(Deferred):
+    """The places of the blocks of one :class:`Stored` in chunks. :meth:`give` is the only way to return places.
+
+    A block gets its place by :meth:`take`, when its Stored is made or when its bytes are first copied. If the Stored is
+    dropped, the deferred queue returns the places that are left. So the queue keeps this item alive, and the item does
+    not refer to the Stored: otherwise the Stored could never be dropped.
+    """
+
+    def __init__(self, sizes: Addresses) -> None:
+        self.sizes: Addresses = sizes
+        """Size of each block in bytes."""
+        self.addresses: Addresses = np.empty(len(sizes), np.int64)
+        """Address of each block that has a place."""
+        self.bases: Addresses = np.empty(len(sizes), np.int64)
+        """Address of the chunk of each block that has a place."""
+        self.placed: Mask = np.zeros(len(sizes), np.bool_)
+        """Array of bool: whether each block has a place."""
+        self.chunks: dict[int, Any] = {}
+        """Chunks by their address."""
+        self.fences: Sequence[Fence] = ()
+        """Fences for the last copies from or to the places."""
+
+    def take(self, chunk: Chunk, blocks: range) -> tuple[int, Sequence[Fence]]:
+        """Give places in ``chunk`` to the first of ``blocks``. Returns the number of blocks that got a place, and the
+        fences of earlier copies from or to these places. The caller must hold the tier's lock.
+        """
+        addresses, fences = chunk.take(len(blocks))
+        some = slice(blocks.start, blocks.start + len(addresses))
+        if len(addresses) == len(self.sizes):
+            # A view that repeats one number is used, because filling an array would take longer than the copies.
+            self.bases = np.ndarray(len(addresses), np.int64, np.array(chunk.address), strides=(0,))
+            self.addresses = addresses
+        else:
+            self.addresses[some], self.bases[some] = addresses, chunk.address
+        self.chunks[chunk.address] = chunk
+        self.fences = (*self.fences, *fences)
+        self.placed[some] = True
+        return len(addresses), fences
+
+    def give(self, blocks: Mask) -> list[Chunk]:
+        """Return the places of ``blocks`` to their chunks. Returns a list of the chunks in which no block of this
+        object is left.
+        """
+        chosen, unused = blocks & self.placed, []
+        self.placed &= ~chosen  # First: if a signal handler raises, places may be lost, but are not returned twice.
+        addresses, bases, left = self.addresses, self.bases, self.bases[self.placed]
+        if not chosen.all():
+            addresses, bases = addresses[chosen], bases[chosen]
+        several = np.unique(bases).tolist() if len(self.chunks) > 1 else [*self.chunks]
+        for base in several if len(bases) else ():
+            chunk = self.chunks[base]
+            if not (left == base).any():
+                del self.chunks[base]
+                unused.append(chunk)
+            chunk.give(addresses[bases == base] if len(several) > 1 else addresses, self.fences)
+        return unused
+
+    def attempt(self) -> bool:
+        self.give(self.placed)
+        return True
+
+
 class Stored(Unique, abc.ABC):
     """The stored contents of blocks in a tier: of pages, of pieces of memory, or of sleeping buffers.
 
@@ -159,32 +224,23 @@ class Stored(Unique, abc.ABC):
     argument ``blocks`` of ``save``. ``len(stored)`` is the number of blocks, those that were dropped included.
     """
 
-    _inner = ("add", "check", "in_use", "load", "moving", "read", "save", "seal", "write")
+    _inner = ("check", "in_use", "load", "moving", "read", "room", "save", "seal", "write")
 
-    def __init__(self, tier: Tier, nbytes: int = 0) -> None:
+    def __init__(self, tier: Tier, sizes: Addresses, nbytes: int = 0) -> None:
         self.tier: Tier = tier
         """Tier that has the contents."""
         self.nbytes: int = nbytes
         """Size of a block in bytes; 0 for blocks of buffers, which have different sizes."""
-        self._addresses = self._bases = self._sizes = np.empty(0, np.int64)
-        """Three arrays with one element for each block: its address, the address of its chunk, and for blocks of
-        buffers its size in bytes.
-        """
-        self._chunks: dict[int, Any] = {}
-        """Chunks by the address of their first block, which :attr:`_bases` has for each block."""
-        self._present = np.empty(0, np.bool_)
-        """Array of bool: whether each block has contents, which were not dropped."""
-        self._dropped: list[npt.NDArray[np.bool_]] = []
-        """Masks of dropped blocks whose addresses were not yet returned to their chunks."""
+        self.room: Room = Room(sizes)
+        """Size and place of each block."""
+        self._present = np.ones(len(sizes), np.bool_)
+        """Array of bool: whether each block was not dropped."""
         self._busy = 0
-        """Number of calls that use the addresses now. When it reaches 0, the addresses of dropped blocks are returned
-        to their chunks.
-        """
-        self._fences: Sequence[Fence] = ()
-        """Fences for the last copies from or to the addresses."""
+        """Number of calls that use the places now. When it reaches 0, the places of dropped blocks are returned."""
+        deferred_queue(tier.session).end_with(self, self.room)
 
     def __len__(self) -> int:
-        return len(self._addresses)
+        return len(self._present)
 
     def __repr__(self) -> str:
         return f"<Stored, {np.count_nonzero(self._present)} of {len(self)} blocks left>"
@@ -193,24 +249,6 @@ class Stored(Unique, abc.ABC):
     def complete(self) -> bool:
         """Whether every block still has its contents."""
         return bool(self._present.all())
-
-    def add(
-        self, chunk: Chunk, addresses: Addresses, fences: Sequence[Fence] = (), sizes: Sequence[int] | Addresses = ()
-    ) -> None:
-        """Add blocks at ``addresses`` of ``chunk``. ``sizes`` are the sizes in bytes of blocks of buffers; other blocks
-        have :attr:`nbytes`. ``fences`` are those of the last copies from or to these addresses. The caller must hold
-        the tier's lock.
-        """
-        self._chunks[chunk.address] = chunk
-        self._fences = (*self._fences, *fences)
-        # A view that repeats one number is used, because filling a new array would take longer than the copies.
-        bases: Addresses = np.ndarray(len(addresses), np.int64, np.array(chunk.address), strides=(0,))
-        if len(self):
-            addresses, bases = np.concatenate((self._addresses, addresses)), np.concatenate((self._bases, bases))
-        self._addresses, self._bases = addresses, bases
-        if len(sizes):
-            self._sizes = np.concatenate((self._sizes, np.asarray(sizes, np.int64)))
-        self._present = np.ones(len(addresses), np.bool_)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -222,7 +260,7 @@ class Stored(Unique, abc.ABC):
         finally:
             with self.tier._lock:
                 self._busy -= 1
-                unused = self._return_dropped()
+                unused = self._give_dropped()
             end_all(unused)
 
     @abc.abstractmethod
@@ -298,33 +336,17 @@ class Stored(Unique, abc.ABC):
             The driver refused a release. The deferred queue tries again later.
         """
         with self.tier._lock:
-            chosen = np.zeros(len(self), np.bool_)
-            chosen[index_of(self._chosen("blocks", blocks))] = True
-            chosen &= self._present
-            self._present[chosen] = False
-            if chosen.any():
-                self._dropped.append(chosen)
-            unused = self._return_dropped()
+            self._present[index_of(self._chosen("blocks", blocks))] = False
+            unused = self._give_dropped()
         end_all(unused)
 
-    def _return_dropped(self) -> list[Chunk]:
-        """Return the addresses of dropped blocks to their chunks. Returns a list of the chunks that have no contents of
-        this object any more.
+    def _give_dropped(self) -> list[Chunk]:
+        """Return the places of dropped blocks to their chunks, unless a call uses them. Returns a list of the chunks
+        that have no contents of this object any more.
         """
-        if self._busy or not self._dropped:
-            return []
-        chosen, self._dropped = np.logical_or.reduce(self._dropped), []
-        addresses, bases, chunks = self._addresses, self._bases, self._chunks
-        if not chosen.all():
-            addresses, bases = addresses[chosen], bases[chosen]
-        several = np.unique(bases).tolist() if len(chunks) > 1 else [*chunks]
-        left = self._bases[self._present]
-        unused = [base for base in several if not (left == base).any()]
-        self._chunks = {base: chunk for base, chunk in chunks.items() if base not in unused}
-        for base in several:
-            chunks[base].give(addresses[bases == base] if len(several) > 1 else addresses, self._fences)
+        unused = [] if self._busy else self.room.give(~self._present)
         self.tier._room_returned()
-        return [chunks[base] for base in unused]
+        return unused
 
 
 def end_all(chunks: Iterable[Chunk]) -> None:
@@ -358,7 +380,7 @@ class Backup(NamedTuple):
         """Queue the copies between the buffer ``side`` and the stored blocks. ``move`` is the function that
         :meth:`Stored.moving` gives for one stream and direction. Errors as for :meth:`Stored.moving`.
         """
-        sizes = self.stored._sizes[self.blocks.start : self.blocks.stop]
+        sizes = self.stored.room.sizes[self.blocks.start : self.blocks.stop]
         move(Copies(self.blocks, side.address + np.cumsum(sizes) - sizes, side))
 
     def read(self, offset: int, target: Bytes) -> None:
@@ -376,7 +398,7 @@ class Backup(NamedTuple):
             self.stored.write(block, begin, part)
 
     def _touched(self, offset: int, array: Bytes) -> Iterator[tuple[int, int, Bytes]]:
-        sizes = self.stored._sizes[self.blocks.start : self.blocks.stop].tolist()
+        sizes = self.stored.room.sizes[self.blocks.start : self.blocks.stop].tolist()
         return overlapping(self.blocks, sizes, offset, array)
 
     def drop(self) -> None:
@@ -441,9 +463,17 @@ def _indices(name: str, blocks: Blocks, count: int, nbytes: int, where: object) 
 class Tier:
     """Base class of stores of bytes outside of device memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        self.session: Session = session
         self._lock: contextlib.AbstractContextManager[bool] = RLock()
         """Lock held while room is taken, returned or counted."""
+
+    def _place(self, stored: Stored, blocks: range) -> tuple[int, Sequence[Fence]]:
+        """Give places to the first of ``blocks`` of ``stored``, when they are first needed (:meth:`Room.take`). Only a
+        :class:`HostTier` has blocks without places. Returns the number of these blocks, and the fences of earlier
+        copies from or to the places.
+        """
+        raise NotImplementedError
 
     def _room_returned(self) -> None:
         """Called under the lock after contents have returned room. A closed tier then releases chunks that are
@@ -463,7 +493,7 @@ class BlockTier(Tier, Closes):
 
     def __init__(self, device: Device, limit: int | str | None) -> None:
         check_device("device", device)
-        super().__init__()
+        super().__init__(session_of(device))
         self.device: Device = device
         """Device of the memory that is stored in the tier."""
         self.closed: bool = False
@@ -478,8 +508,8 @@ class BlockTier(Tier, Closes):
         """
 
     @abc.abstractmethod
-    def _stored(self, nbytes: int) -> Stored:
-        """Return a new :class:`Stored` without blocks, for blocks of ``nbytes`` bytes."""
+    def _stored(self, sizes: Addresses, nbytes: int = 0) -> Stored:
+        """Return a new :class:`Stored`, whose blocks have no places yet. Arguments as for :class:`Stored`."""
 
     def _room(self, nbytes: int) -> int:
         """Return the number of bytes that a block of ``nbytes`` bytes needs in a chunk; on disk a multiple of 4096."""
@@ -526,9 +556,8 @@ class BlockTier(Tier, Closes):
         size = checked_size("nbytes", nbytes)
         numbers = _checked(blocks, size, side)
         side.ordered_before(ordered)
-        stored = self._stored(size)
+        stored = self._take(len(numbers), size)
         with undoing(stored.drop):
-            self._take(len(numbers), stored)
             with stored.moving(ordered, out=True) as move:
                 self._copy(move, memory, numbers, range(len(stored)), size, side, ordered, write=False)
             stored.seal(ordered)
@@ -637,22 +666,24 @@ class BlockTier(Tier, Closes):
         while free < count:
             free += self._grow(nbytes, count - free).count
 
-    def _take(self, count: int, stored: Stored) -> None:
-        """Add room for ``count`` blocks to ``stored``, in existing chunks first. Raises OutOfMemoryError, OSError,
-        ClosedError.
+    def _take(self, count: int, nbytes: int) -> Stored:
+        """Return a new :class:`Stored` with places for ``count`` blocks of ``nbytes`` bytes, in existing chunks first.
+        Raises OutOfMemoryError, OSError, ClosedError.
         """
-        with self._lock:
+        stored = self._stored(np.broadcast_to(np.int64(nbytes), count), nbytes)
+        with undoing(stored.drop), self._lock:
             self._check_open()
-            self._fill(stored, count)
+            self._fill(stored.room, nbytes, count)
+        return stored
 
-    def _fill(self, stored: Stored, count: int) -> None:
+    def _fill(self, room: Room, nbytes: int, count: int) -> None:
         # Chunks are used in ascending order of addresses. Otherwise copies of the blocks would have to be sorted first.
-        fitting = iter(sorted((one for one in self._chunks if one.nbytes == stored.nbytes), key=attrgetter("address")))
-        while (left := count - len(stored)) > 0:
-            chunk = next(fitting, None) or self._grow(stored.nbytes, left)
-            addresses, fences = chunk.take(left)
-            if len(addresses):
-                stored.add(chunk, addresses, fences)
+        fitting = iter(sorted((one for one in self._chunks if one.nbytes == nbytes), key=attrgetter("address")))
+        done = 0
+        while done < count:
+            chunk = next(fitting, None) or self._grow(nbytes, count - done)
+            if chunk.left:
+                done += room.take(chunk, range(done, count))[0]
 
     def _grow(self, nbytes: int, count: int) -> Chunk:
         size = self._room(nbytes)

@@ -15,20 +15,17 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError
 from streamalloc.core.internal import Device, Stream, queue_batch
 from streamalloc.core.session import PerDriver, session_of
 from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, Lock, block_copies, copy_ptx
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.stores.blocks import Addresses
+from streamalloc.vmm.stores.blocks import Addresses, Mask
 from streamalloc.vmm.stores.pinned import Pinning
-
-Mask: TypeAlias = "npt.NDArray[np.bool_]"
 
 _SIZES = tuple(4096 << power for power in range(0, 10, 2))
 """Sizes of blocks in bytes at which the two ways are compared."""

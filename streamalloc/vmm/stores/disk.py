@@ -50,7 +50,7 @@ class _Slots(Chunk):
     """
 
     def __init__(self, file: DiskFile, nbytes: int, address: int) -> None:
-        super().__init__(nbytes, len(file.sizes), address, 1)
+        super().__init__(nbytes, address, address + np.arange(len(file.sizes)))
         self.file: DiskFile = file
 
     def runs(self, slots: Addresses, most: int) -> Iterator[list[tuple[int, FileBlock]]]:
@@ -210,10 +210,10 @@ class _Contents(Stored):
 
     def _move(self, transfer: _Transfer, copies: Copies) -> None:
         chosen = index_of(copies.blocks)
-        numbers, bases, places = np.arange(len(self))[chosen], self._bases[chosen], self._addresses[chosen]
+        numbers, bases, places = np.arange(len(self))[chosen], self.room.bases[chosen], self.room.addresses[chosen]
         # Each block of a buffer is copied alone, because the buffer may be in memory of several devices.
         most = self.tier.block if self.nbytes else 0
-        for chunk in self._chunks.values():
+        for chunk in self.room.chunks.values():
             mine = np.flatnonzero(bases == chunk.address)
             mine = mine[np.argsort(places[mine])]
             for run in chunk.runs(places[mine], most):
@@ -225,7 +225,7 @@ class _Contents(Stored):
 
     def seal(self, stream: Stream) -> None:
         """Write the header of each file that gets a name, and give the file its name."""
-        for chunk in self._chunks.values():
+        for chunk in self.room.chunks.values():
             chunk.file.seal()
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
@@ -243,11 +243,11 @@ class _Contents(Stored):
                 file.read([some], room, [None])
             room[begin : begin + part.nbytes] = part
             file.write([some], room)
-        self._chunks[int(self._bases[block])].file.seal()
+        self.room.chunks[int(self.room.bases[block])].file.seal()
 
     def _touched(self, block: int, offset: int, array: Bytes) -> Iterator[tuple[DiskFile, FileBlock, int, Bytes]]:
-        chunk = self._chunks[int(self._bases[block])]
-        several = chunk.file.blocks(int(self._addresses[block]) - chunk.address)
+        chunk = self.room.chunks[int(self.room.bases[block])]
+        several = chunk.file.blocks(int(self.room.addresses[block]) - chunk.address)
         for some, begin, part in overlapping(several, [one.nbytes for one in several], offset, array):
             yield chunk.file, some, begin, part
 
@@ -401,9 +401,9 @@ class DiskTier(BlockTier):
         return file
 
     def _held(self, file: DiskFile) -> Sequence[Backup]:
-        stored, chunk = _Contents(self), _Slots(file, 0, 0)
-        stored.add(chunk, *chunk.take(chunk.count), sizes=file.sizes)
-        return [Backup(stored, range(index, index + 1)) for index in range(chunk.count)]
+        stored = self._stored(np.array(file.sizes))
+        stored.room.take(_Slots(file, 0, 0), range(len(stored)))
+        return [Backup(stored, range(index, index + 1)) for index in range(len(stored))]
 
     def _staging(self, device: Device) -> HostMemory:
         """Return staging memory that no other call uses. If there is none, make one (``cuMemHostRegister``). Raises
@@ -421,8 +421,8 @@ class DiskTier(BlockTier):
     def _room(self, nbytes: int) -> int:
         return padded(nbytes)
 
-    def _stored(self, nbytes: int) -> Stored:
-        return _Contents(self, nbytes)
+    def _stored(self, sizes: Addresses, nbytes: int = 0) -> Stored:
+        return _Contents(self, sizes, nbytes)
 
     def _take_back(self, staging: HostMemory) -> None:
         self._idle.append(staging)

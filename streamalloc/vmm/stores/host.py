@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import ctypes
 import functools
@@ -16,10 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, size_text, undoing
-from streamalloc.core.internal import CopySide, Deferred, Device, Fence, Memory, Stream, copy_bytes, deferred_queue
+from streamalloc.core.internal import CopySide, Device, Fence, Memory, Stream, copy_bytes
 from streamalloc.core.properties import checked_size, checked_type
 from streamalloc.core.session import PerDriver, Session, members, session_of
 from streamalloc.pool import MemoryPool
@@ -27,11 +25,12 @@ from streamalloc.vmm.stores.blocks import (
     LEAST,
     Addresses,
     Backup,
-    Blocks,
     BlockTier,
     Bytes,
     Chunk,
     Copies,
+    Indices,
+    Mask,
     Move,
     Stored,
     Tier,
@@ -51,17 +50,30 @@ class MemoryChunk(Chunk):
     memory are done.
     """
 
-    _waits = True
-    """Whether the release waits for the devices."""
-
     def __init__(
-        self, session: Session, nbytes: int, count: int, memory: Memory | Bytes, release: Callable[[], object]
+        self,
+        session: Session,
+        nbytes: int,
+        offsets: Sequence[int] | Addresses,
+        memory: Memory | Bytes,
+        release: Callable[[], object],
+        *,
+        pinned: bool = False,
     ) -> None:
-        super().__init__(nbytes, count, memory.address if isinstance(memory, Memory) else memory.ctypes.data, nbytes)
+        """Make a chunk with a block at each of ``offsets`` (bytes) in ``memory``. ``pinned``: whether this is memory of
+        a :class:`HostTier`, which keeps the chunk for later contents; its release waits for the devices.
+        """
+        address = memory.address if isinstance(memory, Memory) else memory.ctypes.data
+        super().__init__(nbytes, address, address + np.array(offsets, np.int64))
         self.memory: Any = memory
         """The memory: an array in host memory, memory of a pool, or memory that the caller of an eviction gave."""
-        self.release: AfterCopies = AfterCopies(session, self, release, waits=self._waits)
+        self._pinned = pinned
+        self.release: AfterCopies = AfterCopies(session, self, release, waits=pinned)
         """Item that releases the memory after the copies that may still use it."""
+
+    def end(self) -> None:
+        if not self._pinned:
+            self.close()
 
     def close(self) -> None:
         self.release.end()
@@ -72,52 +84,113 @@ class InMemory(Stored):
     from and to the memory; a copy from the memory comes after earlier copies to it.
     """
 
-    def __init__(self, tier: Tier, nbytes: int = 0) -> None:
-        super().__init__(tier, nbytes)
+    def __init__(self, tier: Tier, sizes: Addresses, nbytes: int = 0, *, check: bool = False) -> None:
+        super().__init__(tier, sizes, nbytes)
         self._written: Sequence[Fence] = ()
         """Fences for the copies to the memory."""
+        self._check = check
+        self._sums: Sequence[int] = ()
+        """CRC-32 of each block; empty before :meth:`seal`, and if the tier has no checksums."""
+
+    @property
+    def lacking(self) -> Mask:
+        """Array of bool: whether each block needs a place and has none. Only buffers in a :class:`HostTier` have such
+        blocks: the first copies run while more memory is being pinned.
+        """
+        return self._present & ~self.room.placed
 
     @contextlib.contextmanager
     def moving(self, stream: Stream, *, out: bool) -> Iterator[Move]:
         """As :meth:`Stored.moving`, with copies in stream order."""
+        room = self.room
         with self.in_use():
-            before = self._fences if out else self._written
+            before = room.fences if out else self._written
             for one in before:
                 one.precede(stream)
             try:
                 yield functools.partial(self._move, stream, out)
             finally:
                 fence = Fence(session_of(stream), [stream])
-                for chunk in self._chunks.values():
+                for chunk in room.chunks.values():
                     chunk.release.use(fence)
                 with self.tier._lock:
-                    self._fences = (*(one for one in self._fences if one not in before and may_run(one)), fence)
+                    room.fences = (*(one for one in room.fences if one not in before and may_run(one)), fence)
                     self._written = (fence,) if out else self._written
 
-    @abc.abstractmethod
     def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
         """Queue ``copies`` on ``stream``: from the device if ``out``, otherwise to the device. Raises CudaError."""
-
-
-class _HostContents(InMemory):
-    """The contents of blocks in pinned host memory."""
-
-    tier: HostTier
-
-    def __init__(self, tier: HostTier, nbytes: int, check: bool) -> None:
-        super().__init__(tier, nbytes)
-        self._check = check
-        self._sums: Sequence[int] = ()
-        """CRC-32 of each block; empty before :meth:`seal`, and if the tier has no checksums."""
-
-    def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
+        if copies.side is not None:
+            self._move_buffer(stream, out, copies, copies.side)
+            return
         chosen, device = index_of(copies.blocks), copies.addresses
-        host = self._addresses[chosen]
+        host = self.room.addresses[chosen]
         sides = (host, device) if out else (device, host)
-        copy_batch(*sides, self.nbytes, self._bases[chosen], stream, out=out, kernels=copies.kernels)
+        copy_batch(*sides, self.nbytes, self.room.bases[chosen], stream, out=out, kernels=copies.kernels)
+
+    def _move_buffer(self, stream: Stream, out: bool, copies: Copies, side: CopySide) -> None:
+        done, session = 0, session_of(stream)
+        for some, fences in self._with_places(copies.blocks):
+            for fence in fences:
+                fence.precede(stream)
+            for first, memory in self._runs(some):
+                theirs = CopySide(int(copies.addresses[done + first]), memory.nbytes, side.ordinal, side.keep)
+                if out:
+                    copy_bytes(CopySide.of(memory, session, writable=True), theirs, stream)
+                else:
+                    copy_bytes(theirs, CopySide.of(memory, session), stream)
+            done += len(some)
+
+    def _with_places(self, blocks: Indices) -> Iterator[tuple[range, Sequence[Fence]]]:
+        """Yield parts of ``blocks``, adjacent blocks of a buffer, in order, as soon as they have places. Each part
+        comes with fences of the earlier copies from or to its new places.
+        """
+        assert isinstance(blocks, range)
+        lacking = self.lacking[index_of(blocks)]
+        first = int(lacking.argmax()) if lacking.any() else len(blocks)
+        if first:
+            yield blocks[:first], ()
+        while first < len(blocks):
+            count, fences = self.tier._place(self, blocks[first:])
+            yield blocks[first : first + count], fences
+            first += count
+
+    def _runs(self, blocks: range) -> Iterator[tuple[int, Memory | Bytes]]:
+        """Yield runs of blocks with adjacent places, as tuples: the index of the run's first block in ``blocks``, and
+        the memory of the run.
+        """
+        room, chosen = self.room, index_of(blocks)
+        addresses, bases, sizes = room.addresses[chosen], room.bases[chosen], room.sizes[chosen]
+        apart = (bases[1:] != bases[:-1]) | (addresses[1:] - addresses[:-1] != sizes[:-1])
+        for first, last in itertools.pairwise([*run_starts(apart).tolist(), len(blocks)]):
+            base, nbytes = int(bases[first]), int(sizes[first:last].sum())
+            memory, start = room.chunks[base].memory, int(addresses[first]) - base
+            yield first, memory if nbytes == memory.nbytes else memory[start : start + nbytes]
+
+    def read(self, block: int, offset: int, target: Bytes) -> None:
+        """As :meth:`Stored.read`, from memory."""
+        ((_, memory),) = self._runs(range(block, block + 1))
+        part = memory[offset : offset + target.nbytes]
+        if isinstance(part, Memory) and not part.host_accessible:
+            part.copy_to(target)
+            part.stream.synchronize()
+        else:
+            target[:] = part.as_array() if isinstance(part, Memory) else part
+
+    def write(self, block: int, offset: int, source: Bytes) -> None:
+        """As :meth:`Stored.write`, to memory."""
+        for some, fences in self._with_places(range(block, block + 1)):
+            for fence in fences:
+                fence.synchronize()
+            ((_, memory),) = self._runs(some)
+            part = memory[offset : offset + source.nbytes]
+            if isinstance(part, Memory) and not part.host_accessible:
+                part.copy_from(source)
+                part.stream.synchronize()
+            else:
+                (part.as_array() if isinstance(part, Memory) else part)[:] = source
 
     def seal(self, stream: Stream) -> None:
-        """If the tier has checksums, wait for ``stream``, and compute the checksum of each block."""
+        """If the contents get checksums, wait for ``stream``, and compute the checksum of each block."""
         if self._check and len(self):
             stream.synchronize()
             self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
@@ -126,7 +199,7 @@ class _HostContents(InMemory):
         """Return the contents of a block as an array of bytes, without a copy. The caller must have waited for the
         copies to the block.
         """
-        return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(int(self._addresses[block])))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(int(self.room.addresses[block])))
 
     def check(self, blocks: Iterable[int]) -> None:
         """Raise DamagedBackupError if the checksum of one of ``blocks`` differs. The error's ``block`` is the index of
@@ -143,131 +216,6 @@ class _HostContents(InMemory):
 def blocks_of(nbytes: int) -> int:
     """Return the number of blocks of 2 MiB for ``nbytes`` bytes of a buffer. The last block may be shorter."""
     return -(-nbytes // HUGE)
-
-
-class _BufferBytes(InMemory):
-    """The bytes of buffers in memory: in allocations of a pool, or in memory that the caller of an eviction gave."""
-
-    def _with_room(self, blocks: Addresses) -> Iterator[tuple[Addresses, Sequence[Fence]]]:
-        """Yield parts of ``blocks``, in order, as soon as they have room. Each part comes with fences of the earlier
-        copies from or to this room.
-        """
-        yield blocks, ()
-
-    def _runs(self, blocks: Addresses) -> Iterator[tuple[int, Memory | Bytes]]:
-        """Yield runs of blocks with adjacent room, as tuples: the index of the run's first block in ``blocks``, and the
-        memory of the run.
-        """
-        addresses, bases, sizes = self._addresses[blocks], self._bases[blocks], self._sizes[blocks]
-        apart = (bases[1:] != bases[:-1]) | (addresses[1:] - addresses[:-1] != sizes[:-1])
-        for first, last in itertools.pairwise([*run_starts(apart).tolist(), len(blocks)]):
-            base, nbytes = int(bases[first]), int(sizes[first:last].sum())
-            memory, start = self._chunks[base].memory, int(addresses[first]) - base
-            yield first, memory if nbytes == memory.nbytes else memory[start : start + nbytes]
-
-    def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
-        done, session, side = 0, session_of(stream), copies.side
-        assert side is not None
-        for some, fences in self._with_room(np.asarray(copies.blocks)):
-            for fence in fences:
-                fence.precede(stream)
-            for first, memory in self._runs(some):
-                theirs = CopySide(int(copies.addresses[done + first]), memory.nbytes, side.ordinal, side.keep)
-                if out:
-                    copy_bytes(CopySide.of(memory, session, writable=True), theirs, stream)
-                else:
-                    copy_bytes(theirs, CopySide.of(memory, session), stream)
-            done += len(some)
-
-    def read(self, block: int, offset: int, target: Bytes) -> None:
-        """As :meth:`Stored.read`, from memory."""
-        ((_, memory),) = self._runs(np.array([block]))
-        part = memory[offset : offset + target.nbytes]
-        if isinstance(part, Memory) and not part.host_accessible:
-            part.copy_to(target)
-            part.stream.synchronize()
-        else:
-            target[:] = part.as_array() if isinstance(part, Memory) else part
-
-    def write(self, block: int, offset: int, source: Bytes) -> None:
-        """As :meth:`Stored.write`, to memory."""
-        for some, fences in self._with_room(np.array([block])):
-            for fence in fences:
-                fence.synchronize()
-            ((_, memory),) = self._runs(some)
-            part = memory[offset : offset + source.nbytes]
-            if isinstance(part, Memory) and not part.host_accessible:
-                part.copy_from(source)
-                part.stream.synchronize()
-            else:
-                (part.as_array() if isinstance(part, Memory) else part)[:] = source
-
-
-class _RoomReturn(Deferred):
-    """Queue item that returns the room of buffers that were dropped while they were asleep."""
-
-    def __init__(self, count: int) -> None:
-        self.addresses: Addresses = np.zeros(count, np.int64)
-        """Address of each block."""
-        self.bases: Addresses = np.zeros(count, np.int64)
-        """Address of the chunk of each block."""
-        self.present: npt.NDArray[np.bool_] = np.zeros(count, np.bool_)
-        """Array of bool: whether each block has room to return."""
-        self.chunks: dict[int, MemoryChunk] = {}
-        """Chunks by their address."""
-
-    def attempt(self) -> bool:
-        left, bases = self.addresses[self.present], self.bases[self.present]
-        self.present[:] = False
-        for base in np.unique(bases).tolist():
-            self.chunks[base].give(left[bases == base], tuple(self.chunks[base].release.fences))
-        return True
-
-
-class _SleepingBytes(_BufferBytes):
-    """The bytes of buffers in pinned host memory, in blocks of :data:`HUGE` bytes.
-
-    A block gets pinned memory only when its bytes are first copied or written, so that the first copies run while more
-    memory is being pinned.
-    """
-
-    tier: HostTier
-
-    def __init__(self, tier: HostTier, sizes: Sequence[int]) -> None:
-        super().__init__(tier)
-        counts = [blocks_of(nbytes) for nbytes in sizes]
-        self._sizes = np.full(sum(counts), HUGE)
-        ends = np.cumsum(counts)
-        self._sizes[ends - 1] -= np.array(counts) * HUGE - np.array(sizes)
-        self._room = room = _RoomReturn(len(self._sizes))
-        # The item returns the pinned memory of blocks that `drop` did not return. The deferred queue keeps the item
-        # alive. So the item shares the arrays, but does not refer to this object: otherwise this object could never be
-        # dropped.
-        self._addresses, self._bases, self._present = room.addresses, room.bases, room.present
-        self.lacking: npt.NDArray[np.bool_] = np.ones(len(self._sizes), np.bool_)
-        """Array of bool: whether each block has no room yet."""
-        deferred_queue(session_of(tier.device)).end_with(self, room)
-
-    def place(self, blocks: Addresses, chunk: MemoryChunk, addresses: Addresses) -> None:
-        """Give ``blocks`` the room at ``addresses`` of ``chunk``. The caller must hold the tier's lock."""
-        self._chunks[chunk.address] = self._room.chunks[chunk.address] = chunk
-        self._addresses[blocks], self._bases[blocks] = addresses, chunk.address
-        self._present[blocks], self.lacking[blocks] = True, False
-
-    def _with_room(self, blocks: Addresses) -> Iterator[tuple[Addresses, Sequence[Fence]]]:
-        lacking = self.lacking[blocks]
-        first = int(lacking.argmax()) if lacking.any() else len(blocks)
-        if first:
-            yield blocks[:first], ()
-        while first < len(blocks):
-            count, fences = self.tier._place(self, blocks[first:])
-            yield blocks[first : first + count], fences
-            first += count
-
-    def drop(self, blocks: Blocks | None = None) -> None:
-        """As :meth:`Stored.drop`. Blocks without room then get none."""
-        self.lacking[index_of(self._chosen("blocks", blocks))] = False
-        super().drop(blocks)
 
 
 class HostTier(BlockTier):
@@ -319,7 +267,7 @@ class HostTier(BlockTier):
         self._pinning = Pinning(device)
         self._grown = threading.Condition(self._lock)  # type: ignore[arg-type]
         """Condition that is notified when a thread has pinned a piece or has failed."""
-        self._holders: weakref.WeakSet[_SleepingBytes] = weakref.WeakSet()
+        self._holders: weakref.WeakSet[InMemory] = weakref.WeakSet()
         """Contents of buffers, some of whose blocks may not have room yet."""
         self._pieces: deque[tuple[int, Bytes | None]] = deque()
         """Pieces that no thread has begun to pin: tuples of the number of blocks, and reserved memory for these blocks
@@ -348,13 +296,16 @@ class HostTier(BlockTier):
             The stream belongs to another driver.
         """
         self._check_for(stream)
-        stored = _SleepingBytes(self, sizes)
+        ends = [0, *itertools.accumulate(map(blocks_of, sizes))]
+        parts = np.full(ends[-1], HUGE)
+        for end, nbytes in zip(ends[1:], sizes, strict=True):
+            parts[end - 1] -= -nbytes % HUGE
+        stored = self._stored(parts)
         with self._lock:
             self._check_open()
             self._holders.add(stored)
             with undoing(stored.drop):
                 self._begin(0, cores(), len(stored))
-        ends = [0, *itertools.accumulate(map(blocks_of, sizes))]
         return [Backup(stored, range(first, last)) for first, last in itertools.pairwise(ends)]
 
     def calibrate(self) -> None:
@@ -467,23 +418,18 @@ class HostTier(BlockTier):
     def _free_blocks(self) -> int:
         return sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE)
 
-    def _place(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
-        """Give room to the first of ``blocks`` of ``stored``. If no room is free, wait until a thread has pinned
-        memory.
-
-        Returns the number of blocks that got room, and the fences of earlier copies from or to this room. Raises the
-        error of a thread, ClosedError.
+    def _place(self, stored: Stored, blocks: range) -> tuple[int, Sequence[Fence]]:
+        """As :meth:`Tier._place`. If no place is free, wait until a thread has pinned memory. Raises the error of a
+        thread, ClosedError.
         """
         with self._grown:
             return self._wait_for_room(stored, blocks)
 
-    def _wait_for_room(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
+    def _wait_for_room(self, stored: Stored, blocks: range) -> tuple[int, Sequence[Fence]]:
         while True:
             for chunk in self._chunks:
                 if chunk.nbytes == HUGE and chunk.left:
-                    addresses, fences = chunk.take(len(blocks))
-                    stored.place(blocks[: len(addresses)], chunk, addresses)  # type: ignore[arg-type]
-                    return len(addresses), fences
+                    return stored.room.take(chunk, blocks)
             self._check_open()
             if self._failure is not None and not self._under_way:
                 try:
@@ -532,10 +478,10 @@ class HostTier(BlockTier):
 
     def _host_chunk(self, nbytes: int, count: int, run: Run = map, room: Bytes | None = None) -> Chunk:
         memory, release = self._pinning.obtain(nbytes * count, run, room)
-        return MemoryChunk(session_of(self.device), nbytes, count, memory, release)
+        return MemoryChunk(self.session, nbytes, np.arange(count) * nbytes, memory, release, pinned=True)
 
-    def _stored(self, nbytes: int) -> Stored:
-        return _HostContents(self, nbytes, self._check)
+    def _stored(self, sizes: Addresses, nbytes: int = 0) -> InMemory:
+        return InMemory(self, sizes, nbytes, check=self._check and nbytes > 0)
 
     def _text(self) -> str:
         return ", closed" if self.closed else f", {size_text(self.used)} of {size_text(self.reserved)} used"
@@ -572,27 +518,12 @@ allocations.
 _ALIGNMENT = 512  # Alignment of buffers in a piece, in bytes: that of a pool.
 
 
-class _Piece(MemoryChunk):
-    """One allocation of a pool with the bytes of buffers, or memory that the caller of an eviction gave. Memory of the
-    caller is not freed.
-    """
-
-    _waits = False
-
-    def end(self) -> None:
-        """Free the memory after the copies that use it (``cuMemFreeAsync``). For memory that the caller gave, only drop
-        the reference.
-        """
-        self.close()
-
-
 def backup_in(memory: Memory | Bytes, session: Session) -> Backup:
     """Return a backup in ``memory``, an object of the caller. The backup keeps this object alive until the copies are
     done, and does not free its memory.
     """
-    stored = _BufferBytes(Tier())
-    piece = _Piece(session, memory.nbytes, 1, memory, [memory].clear)
-    stored.add(piece, np.array([piece.address]), sizes=[memory.nbytes])
+    stored = InMemory(Tier(session), np.array([memory.nbytes]))
+    stored.room.take(MemoryChunk(session, memory.nbytes, [0], memory, [memory].clear), range(1))
     return Backup(stored, range(1))
 
 
@@ -605,7 +536,7 @@ class PoolTier(Tier):
     """
 
     def __init__(self, pool: MemoryPool) -> None:
-        super().__init__()
+        super().__init__(session_of(pool))
         self.pool: MemoryPool = pool
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Backup]:
@@ -622,20 +553,21 @@ class PoolTier(Tier):
             The pool was closed.
         """
         self._check(stream)
-        stored, backups, bounds, end = _BufferBytes(self), [], list[tuple[int, int]](), 0
+        blocks, bounds, end = list[range](), list[tuple[int, int]](), 0
         for nbytes in sizes:
             first, start = len(bounds), -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + nbytes
             cuts = [start, *range((start // _ALLOCATION + 1) * _ALLOCATION, end, _ALLOCATION), end]
             bounds += itertools.pairwise(cuts)
-            backups.append(Backup(stored, range(first, len(bounds))))
+            blocks.append(range(first, len(bounds)))
+        stored, done = InMemory(self, np.array([stop - start for start, stop in bounds])), 0
         with undoing(stored.drop):
             for at in range(0, end, _ALLOCATION):
                 memory = self.pool.allocate(min(_ALLOCATION, end - at), stream)
-                piece = _Piece(session_of(memory), memory.nbytes, 1, memory, memory.close)
-                mine = np.array([bound for bound in bounds if at <= bound[0] < at + _ALLOCATION])
-                stored.add(piece, piece.address + mine[:, 0] - at, sizes=mine[:, 1] - mine[:, 0])
-        return backups
+                offsets = [start - at for start, _ in bounds if at <= start < at + _ALLOCATION]
+                chunk = MemoryChunk(self.session, 0, offsets, memory, memory.close)
+                done += stored.room.take(chunk, range(done, len(bounds)))[0]
+        return [Backup(stored, some) for some in blocks]
 
     def _check(self, stream: Stream) -> None:
         pool = self.pool

@@ -26,7 +26,7 @@ from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages.places import Page, Parking, PhysicalPages, Places
 from streamalloc.vmm.stores import host as host_module
 from streamalloc.vmm.stores.blocks import LEAST
-from streamalloc.vmm.stores.host import _HostContents as Stored
+from streamalloc.vmm.stores.host import InMemory as Stored
 from tests.interleaving import interleaved
 from tests.processes import in_a_child
 from tests.support import holds, names, read
@@ -352,8 +352,8 @@ def _fail_to_swap_out(world: World) -> None:
             raise MemoryError
 
     class Failing(vmm.HostTier):
-        def _stored(self, nbytes: int) -> Contents:
-            return Contents(self, nbytes, False)
+        def _stored(self, *about: Any) -> Contents:
+            return Contents(self, *about)
 
     with Failing(world.stream.device) as tier, pytest.raises(MemoryError) as raised:
         world.space.swap_out(0, tier)
@@ -433,7 +433,7 @@ class Beside(vmm.HostTier):
         super().__init__(device)
         self._calls = [call]
 
-    def _stored(self, nbytes: int) -> Stored:
+    def _stored(self, *about: Any) -> Stored:
         calls = self._calls
 
         class Contents(Stored):
@@ -442,7 +442,7 @@ class Beside(vmm.HostTier):
                     calls.pop()()
                 super()._move(*args)
 
-        return Contents(self, nbytes, False)
+        return Contents(self, *about)
 
 
 def test_room_of_a_released_page_is_not_used_before_its_copy_is_queued(stream: sa.Stream) -> None:
@@ -593,9 +593,7 @@ class TestTiers:
         return begin
 
     def stored(self, tier: vmm.HostTier) -> Any:
-        stored = Stored(tier, self.SIZE, tier._check)
-        tier._take(2, stored)
-        return stored
+        return tier._take(2, self.SIZE)
 
     def test_each_copy_is_awaited(
         self, make: Callable[[], vmm.HostTier], stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
@@ -620,7 +618,7 @@ class TestTiers:
         moving: Any = Stored.moving
 
         for stored in interleaved(moving.__wrapped__, begin, copy, copy):
-            assert len(made) == 2 and all(one in stored._fences or one.awaited for one in made)
+            assert len(made) == 2 and all(one in stored.room.fences or one.awaited for one in made)
 
     def test_contents_are_dropped_while_checked(self, make: Callable[..., vmm.HostTier], stream: sa.Stream) -> None:
         def begin() -> Any:
@@ -698,7 +696,7 @@ class TestTiers:
 
         first = take if act == "_take" else vmm.HostTier._forget_unused
         for tier in interleaved(getattr(vmm.HostTier, act), make, first, take):
-            addresses = np.concatenate([one._addresses for one in taken]).tolist()
+            addresses = np.concatenate([one.room.addresses for one in taken]).tolist()
             assert len(addresses) == len({*addresses}) and tier.used == len(addresses) * self.SIZE
             taken.clear()
 

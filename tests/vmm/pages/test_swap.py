@@ -326,7 +326,7 @@ def test_memory_without_contents_is_released_before_other_contents(stream: sa.St
         stored.drop([0])
         stream.synchronize()
         tier.trim()
-        assert tier.reserved == size and len(stored._chunks) == 1
+        assert tier.reserved == size and len(stored.room.chunks) == 1
         stored.drop()
 
 
@@ -337,7 +337,7 @@ def test_copies_that_are_noted_while_completed_ones_are_forgotten(
     """The memory of a chunk stays until they have completed."""
     with sa.allocate(4096, stream) as buffer:
         stored = host.save(buffer, 0, 4096, stream)
-        (chunk,) = stored._chunks.values()
+        (chunk,) = stored.room.chunks.values()
         (done,) = chunk.release.fences
         stream.synchronize()
         gate.hold(stream)
@@ -641,7 +641,7 @@ def test_a_signal_handler_that_uses_the_same_pages(
 ) -> None:
     """It is refused, as it would wait for the call that it interrupts."""
     commit_filled(space, [0, 1])
-    contents = type(disk._stored(PAGE))
+    contents = type(disk._stored(np.full(1, PAGE), PAGE))
     save = contents.save
 
     def handled(*args: Any) -> None:

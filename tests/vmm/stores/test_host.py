@@ -426,7 +426,7 @@ def test_a_signal_handler_that_takes_room(act: str, handler: str) -> None:
 
 def interrupted(act: str, handler: str, left: int) -> bool:
     """Take or return room with a handler at one of the calls; whether there were so many."""
-    chunk = Chunk(16, 8, 4096, 16)
+    chunk = Chunk(16, 4096, np.arange(4096, 4224, 16))
     mine = [chunk.take(3)[0], chunk.take(2)[0]]
     theirs: list[Any] = []
 
