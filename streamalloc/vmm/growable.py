@@ -29,7 +29,8 @@ from streamalloc.vmm.claims import claimed
 from streamalloc.vmm.ownership import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, device_first, properties_for
 from streamalloc.vmm.properties import MemAllocationProp
-from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
+from streamalloc.vmm.steps import ChunkSpec
+from streamalloc.vmm.virtual_buffer import VirtualBuffer, device_rights
 
 
 class GrowableBuffer(VirtualBuffer):

@@ -1,8 +1,9 @@
 """Groups of buffers whose physical memory is released and restored together.
 
-A sleep and a wake are each one list of steps, in ``SleepGroup._sleep`` and ``SleepGroup._wake``. A step is a function
-and its undo. ``run_steps`` does the steps; if one fails, it and the steps before it are undone, the last step first.
-Meanwhile no other call changes the group (``claimed``), and all ranks take part (``Votes``).
+A sleep and a wake are each one list of steps, in ``SleepGroup._sleep`` and ``SleepGroup._wake``. A step is a function,
+with another function that undoes it if it has changed something. ``run_steps`` does the steps; if one fails, it and the
+steps before it are undone, the last step first. Meanwhile no other call changes the group (``claimed``), and all ranks
+take part (``Votes``).
 
 The steps of a sleep:
 
@@ -12,8 +13,7 @@ The steps of a sleep:
 4. *Copy.* The copies to the backups are queued. They change no buffer, so there is nothing to undo.
 5. *Unmap* each buffer after its copy (``cuMemUnmap``). Undo: map the same memory again.
 6. *Vote* of the ranks. This is the last step that a rank can refuse.
-
-Then the memory is released (``cuMemRelease``), which is not undone.
+7. *Release* the memory (``cuMemRelease``). This is not undone.
 
 The steps of a wake:
 
@@ -23,10 +23,10 @@ The steps of a wake:
 3. *Awake.* The buffers can be used. Undo: they cannot.
 4. *Hooks* of :meth:`SleepGroup.after_wake`. Undo: their undo hooks.
 5. *Vote* of the ranks.
+6. *Drop* the backups. This is not undone.
 
-Then the backups are dropped.
-
-A buffer (:class:`VirtualBuffer`) has these states:
+The steps are methods of ``EvictSteps`` and ``RestoreSteps`` in :mod:`streamalloc.vmm.steps`. They change these states
+of a buffer:
 
 * ``eviction``: its released memory while it sleeps. If a sleep and its undo have failed, ``eviction.held`` is the old
   memory, which still has the bytes.
@@ -61,22 +61,22 @@ from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.ownership import allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.reservation import Reservation
-from streamalloc.vmm.stores.blocks import Backup, Bytes
-from streamalloc.vmm.stores.disk import DiskTier, tier_of
-from streamalloc.vmm.stores.host import HostTier, blocks_of, shared_tier
-from streamalloc.vmm.stores.pinned import HUGE
-from streamalloc.vmm.virtual_buffer import (
+from streamalloc.vmm.steps import (
     RESTORE,
     BackupPlace,
     BackupSteps,
     EvictSteps,
     RestoreSteps,
     Step,
-    VirtualBuffer,
-    do_nothing,
+    Tags,
     drop_backups,
     run_steps,
 )
+from streamalloc.vmm.stores.blocks import Backup, Bytes
+from streamalloc.vmm.stores.disk import DiskTier, tier_of
+from streamalloc.vmm.stores.host import HostTier, blocks_of, shared_tier
+from streamalloc.vmm.stores.pinned import HUGE
+from streamalloc.vmm.virtual_buffer import VirtualBuffer
 
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""
@@ -592,16 +592,20 @@ class _Backups(_Members):
         for buffer in going.keys() - awake.keys():
             self._backup_of(buffer)
         steps = BackupSteps(awake, ordered, lambda tags: _by_tag(tags, ordered, tier_of(self.backup).hold))
+
+        def freeze() -> None:
+            for buffer in going:
+                buffer._backup = steps.backups.get(buffer, buffer._backup)
+                buffer._frozen = True
+
         run_steps(
-            (functools.partial(wait_for_users, after, self._session, [one.rights for one in awake]), do_nothing),
+            functools.partial(wait_for_users, after, self._session, [one.rights for one in awake]),
             *((buffer._make_read_only, buffer._thaw) for buffer in awake),
             (steps.reserve, steps.drop_backups),
-            (steps.copy, do_nothing),
-            (ordered.synchronize, do_nothing),
+            steps.copy,
+            ordered.synchronize,
+            last=freeze,
         )
-        for buffer in going:
-            buffer._backup = steps.backups.get(buffer, buffer._backup)
-            buffer._frozen = True
 
     @claimed
     def thaw(self, *tags: str) -> None:
@@ -847,7 +851,7 @@ class SleepGroup(_Backups):
                 kept_tags = set(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else {keep}
                 self._check_tags(kept_tags, self.buffers)
 
-            def reserve(tags: Mapping[VirtualBuffer, str]) -> Iterator[tuple[VirtualBuffer, Backup | None]]:
+            def reserve(tags: Tags) -> Iterator[tuple[VirtualBuffer, Backup | None]]:
                 kept = {one: tag for one, tag in tags.items() if one.nbytes and (keep is True or tag in kept_tags)}
                 if callable(backup):
                     for buffer, tag in kept.items():
@@ -860,16 +864,15 @@ class SleepGroup(_Backups):
     @claimed
     def _sleep(self, tags: Sequence[str], steps: EvictSteps, votes: Votes) -> int:
         chosen = self._chosen(tags)
-        run_steps(
+        return run_steps(
             _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted]),
-            (functools.partial(self._claim_and_wait, steps, chosen), do_nothing),
+            functools.partial(self._claim_and_wait, steps, chosen),
             (steps.reserve, steps.drop_backups),
-            (steps.copy, do_nothing),
+            steps.copy,
             (steps.unmap, steps.map_again),
-            # Until the vote every rank can undo its steps, so the vote is the last step before memory is released.
-            (votes.agree, do_nothing),
+            votes.agree,  # Until the vote every rank can undo its steps.
+            last=steps.release,
         )
-        return steps.release()
 
     def _claim_and_wait(self, steps: EvictSteps, chosen: Mapping[VirtualBuffer, str], resumed: bool = False) -> None:
         """Claim the chosen buffers, and wait for their users (:meth:`EvictSteps.wait`). With ``resumed``, sleeping
@@ -926,15 +929,13 @@ class SleepGroup(_Backups):
         if not isinstance(tier, DiskTier):
             raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
         steps = EvictSteps(ordered, lambda tags: _by_tag(tags, ordered, tier.resume), after)
-        run_steps(
+        return run_steps(
             _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted]),
-            (functools.partial(self._claim_and_wait, steps, chosen, resumed=True), do_nothing),
+            functools.partial(self._claim_and_wait, steps, chosen, resumed=True),
             (steps.reserve, steps.drop_backups),
             (steps.unmap, steps.map_again),
+            last=steps.release,
         )
-        for buffer in steps.backups.keys() - steps.entries.keys():
-            buffer._replace_backup(steps.backups[buffer])
-        return steps.release()
 
     def wake(
         self, *tags: str, stream: StreamLike | None = None, ranks: Ranks | None = None, timeout: float | None = None
@@ -987,15 +988,14 @@ class SleepGroup(_Backups):
         chosen = self._chosen(tags)
         claim_also(chosen)
         steps = RestoreSteps(chosen, self._copying_stream(stream))
-        run_steps(
+        return run_steps(
             (steps.map, steps.unmap),
-            (steps.protect, do_nothing),
+            steps.protect,
             (steps.set_awake, steps.set_asleep),
             _hook_step(self._after_wake, list(steps.evictions)),
-            # Until the vote every rank can undo its steps, so the vote is the last step before backups are dropped.
-            (votes.agree, do_nothing),
+            votes.agree,  # Until the vote every rank can undo its steps.
+            last=steps.drop_backups,
         )
-        return steps.drop_backups()
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Have ``hook(buffers)`` called in each :meth:`sleep` and :meth:`resume`, before memory is released.
@@ -1059,8 +1059,9 @@ class SleepGroup(_Backups):
 
 def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
     frozen = [buffer for buffer in buffers if buffer.frozen]
-    run_steps(*((buffer._thaw, buffer._freeze_again) for buffer in frozen))
-    drop_backups(frozen)
+    run_steps(
+        *((buffer._thaw, buffer._freeze_again) for buffer in frozen), last=functools.partial(drop_backups, frozen)
+    )
 
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:
@@ -1092,7 +1093,7 @@ def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]
     return call, undos.close
 
 
-def _by_tag(tags: Mapping[VirtualBuffer, str], stream: Stream, hold: Hold) -> Iterator[tuple[VirtualBuffer, Backup]]:
+def _by_tag(tags: Tags, stream: Stream, hold: Hold) -> Iterator[tuple[Any, Backup]]:
     """Yield the buffers that have bytes, each with a backup that ``hold`` reserves or opens. The buffers of a tag share
     one call.
     """

@@ -13,7 +13,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.session import session_of
 from streamalloc.vmm.claims import Claim, Claimable, claiming
-from streamalloc.vmm.virtual_buffer import EvictSteps, RestoreSteps
+from streamalloc.vmm.steps import EvictSteps, RestoreSteps
 from tests.interleaving import interleaved
 from tests.processes import in_a_child
 from tests.support import KEEP, end_what_was_dropped, filled, in_threads, shows

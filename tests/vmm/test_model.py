@@ -15,7 +15,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Faults
-from streamalloc.vmm import virtual_buffer
+from streamalloc.vmm import steps
 from streamalloc.vmm.stores import disk, host
 from tests.support import Account, Bytes, each_raises, end_what_was_dropped, filled, in_a_thread, shows, workout
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE
@@ -456,7 +456,7 @@ class Sleeping(RuleBasedStateMachine):
 @pytest.mark.parametrize("stores", ["host", "pinned", "disk"])
 @in_a_thread
 def test_sleeps_and_wakes(stores: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_buffer, "_BATCH", PAGE)  # memory is unmapped while later copies run
+    monkeypatch.setattr(steps, "_BATCH", PAGE)  # memory is unmapped while later copies run
     monkeypatch.setattr(disk, "_SLOTS", 2)
     monkeypatch.setattr(host, "_BLOCKS", 1)  # a piece of memory for each block
     monkeypatch.setattr(host, "LEAST", PAGE)

@@ -16,7 +16,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Faults, Gate, settle
-from streamalloc.vmm import virtual_buffer
+from streamalloc.vmm import steps
 from streamalloc.vmm.stores import host as stores
 from streamalloc.vmm.stores import pinned as ways
 from streamalloc.vmm.stores.blocks import Chunk
@@ -316,7 +316,7 @@ class TestPieces:
 
 
 def test_copies_run_while_other_memory_changes(traced: Any, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_buffer, "_BATCH", 2 * PIECE)
+    monkeypatch.setattr(steps, "_BATCH", 2 * PIECE)
     with vmm.SleepGroup(device) as group:
         several = [group.allocate(PIECE) for _ in range(5)]
         for seed, buffer in enumerate(several):
