@@ -8,7 +8,8 @@ from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.pages.space import PageSpace
 from streamalloc.vmm.physical_memory import PhysicalMemory, dma_buf
 from streamalloc.vmm.properties import ArrayMapInfo
-from streamalloc.vmm.sleep import RankRefusedError, Residents, SleepGroup
+from streamalloc.vmm.residents import Residents
+from streamalloc.vmm.sleep import RankRefusedError, SleepGroup
 from streamalloc.vmm.sparse import SparseArray, TilePool
 from streamalloc.vmm.stores.blocks import Stored
 from streamalloc.vmm.stores.disk import DiskTier

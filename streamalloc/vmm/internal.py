@@ -9,6 +9,7 @@ from streamalloc.core.session import Session
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
 from streamalloc.vmm.address_range import AddressRange, LoneMapping, granularity, rights_text
 from streamalloc.vmm.growable import RemappableBuffer
+from streamalloc.vmm.members import Tagged
 from streamalloc.vmm.ownership import (
     AllocationHandle,
     AllocationState,
@@ -24,7 +25,6 @@ from streamalloc.vmm.ownership import (
 )
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.sleep import Tagged
 from streamalloc.vmm.stores.pinned import HostMemory, available_memory, host_segments
 
 

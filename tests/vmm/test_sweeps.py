@@ -11,7 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.vmm.sleep import Tagged
+from streamalloc.vmm.members import Tagged
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 from tests.support import Account, read
 from tests.vmm.support import PAGE, READWRITE
