@@ -6,7 +6,7 @@ steps:
 1. *Leftovers.* ``_release_from`` releases memory that a failed call has left behind the buffer's end (``cuMemUnmap``,
    ``cuMemRelease``).
 2. *Watchers* learn which addresses will be mapped.
-3. *Create and map* each chunk, one after the other: ``MappedBytes.create_and_map`` (``cuMemCreate``, ``cuMemMap``).
+3. *Create and map* each chunk, one after the other: ``MappedBytes.map`` (``cuMemCreate``, ``cuMemMap``).
 4. *Permissions* of all new chunks: ``Reservation.grant`` (one ``cuMemSetAccess``).
 
 If step 3 or 4 fails, ``Reservation.map`` releases the new chunks, and the buffer has its old size.

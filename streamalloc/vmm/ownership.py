@@ -28,7 +28,7 @@ import stat
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, Protocol
@@ -131,10 +131,9 @@ class Node:
         """Record that the owner was closed or dropped. Idempotent."""
         self.given_up = True
 
-    def unmap_owned(self) -> None:
-        """Release the mappings or bindings that this node owns, if this is possible now. This base class owns none.
-        Must not block. Raises CudaError.
-        """
+    def owned(self) -> Sequence[Node]:
+        """Return the mappings or bindings that this node owns, which are released first, in this order."""
+        return ()
 
     def release(self) -> None:
         """Release the resource and set :attr:`gone`. If the release is not possible yet, leave :attr:`gone` False: the
@@ -262,7 +261,7 @@ class AllocationHandle(HandleNode):
         self.state: AllocationState = AllocationState()
         self.state.handles[self] = None
 
-    def known(self) -> None:
+    def join(self) -> None:
         """Share the state of other objects with the same driver handle. Call this after the handle was stored in
         :attr:`raw`. From then on, this node also waits for the bindings and multicast objects that the nodes of the
         other objects wait for (:attr:`Node.first`).
@@ -288,13 +287,13 @@ class AllocationHandle(HandleNode):
         mappings = self.preceding(Kind.OBJECT_MAPPING)
         return {*self.used_unmapped, *(device for mapping in mappings for device in mapping.users)}
 
-    def unmap_owned(self) -> None:
-        """If this is the handle of a multicast object, unbind its memory, then unmap those of its mappings whose owners
-        were closed or dropped.
+    def owned(self) -> Sequence[Node]:
+        """For the handle of a multicast object, return its bindings, then those of its mappings whose owners were
+        closed or dropped.
         """
-        if self.kind is Kind.OBJECT:
-            self.allocations.attempt_all(self.preceding(Kind.BINDING))
-            self.allocations.attempt_all([one for one in self.preceding(Kind.OBJECT_MAPPING) if one.given_up])
+        if self.kind is not Kind.OBJECT:
+            return ()
+        return self.preceding(Kind.BINDING) + [one for one in self.preceding(Kind.OBJECT_MAPPING) if one.given_up]
 
     def release(self) -> None:
         """Call ``cuMemRelease``, unless other code releases the handle. Raises CudaError."""
@@ -451,7 +450,8 @@ class Allocations:
         if mine:
             try:
                 if not node.in_use(self.session):
-                    node.unmap_owned()
+                    # All are attempted, also after the driver has refused one.
+                    undo_all(functools.partial(self.attempt, one) for one in node.owned())
                     if not node.waits:
                         node.release()
             finally:
@@ -459,12 +459,6 @@ class Allocations:
         if node.gone:
             node.forget()
         return node.gone
-
-    def attempt_all(self, nodes: Iterable[Node]) -> None:
-        """Call :meth:`attempt` for all nodes, also after the driver has refused to release one. Raises the first
-        CudaError, with later errors attached.
-        """
-        undo_all(functools.partial(self.attempt, node) for node in nodes)
 
 
 class _Later(Deferred):
@@ -543,7 +537,7 @@ class GenericAllocation(OwnsNode, Shareable):
     def _create(self, name: str, *args: Any, hint: str = "") -> None:
         """Create the handle by driver function ``name``. Raises CudaError with ``hint``."""
         self._node._raw = self._session.call(name, *args, hint=hint)
-        self._node.known()
+        self._node.join()
 
     def _import(self, handle: Fd | int | bytes) -> None:
         """Import a handle that another process exported (``cuMemImportFromShareableHandle``). Raises TypeError,

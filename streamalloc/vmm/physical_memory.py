@@ -137,25 +137,10 @@ class MemorySpec:
             raise ValueError(f"{name}={nbytes}: allowed are {allowed}")
         return size
 
-    def obtain(self, owner: OwnsHandle, nbytes: int) -> None:
-        """Make deferred releases, then create memory (``cuMemCreate``) and store its handle in ``owner._raw``.
-
-        Raises
-        ------
-        OutOfMemoryError
-            There is not enough memory, even after dropped memory and the unused memory of arenas and expandable caches
-            was released.
-        CudaError
-            The driver refused to create the memory.
-        """
-        if not self.session.forked:
-            self.allocations.deferred.work()
-        self.create(owner, nbytes)
-
     def create(self, owner: OwnsHandle, nbytes: int) -> None:
-        """Create memory (``cuMemCreate``) and store its handle in ``owner._raw``. Only if memory runs out, make
-        deferred releases, have arenas and expandable caches release unused memory, and try once more. Raises
-        OutOfMemoryError, CudaError.
+        """Create memory (``cuMemCreate``) and store its handle in ``owner._raw``. If memory runs out, make deferred
+        releases, have arenas and expandable caches release unused memory, and try once more. Raises OutOfMemoryError,
+        CudaError.
         """
         for last in (False, True):
             result, raw = self.session.cuMemCreate(nbytes, self.struct, 0)
@@ -168,7 +153,7 @@ class MemorySpec:
             if last or not (self.allocations.work() + self.allocations.make_room()):
                 raise self.out_of_memory(error, nbytes)
 
-    def adopt(self, mapped: MappedBytes) -> PhysicalMemory:
+    def object_of(self, mapped: MappedBytes) -> PhysicalMemory:
         """Return the :class:`PhysicalMemory` of a mapping. The first call makes this object, which takes over the
         handle of the mapping. If the mapping has no handle any more, the new object is closed.
         """
@@ -189,7 +174,7 @@ class MemorySpec:
                 handle._raw = raw
                 mapped._memory, mapped.state, mapped._raw = memory, state, None
                 if joins:
-                    handle.known()
+                    handle.join()
                     mapped.state = handle.state
         found: PhysicalMemory = mapped._memory  # type: ignore[assignment]
         return found
@@ -328,11 +313,12 @@ class PhysicalMemory(GenericAllocation):
         prop = properties_for(where, handle_types, compressible, gpu_direct_rdma, tile_pool)
         spec = spec_of(session_for(where, driver), prop)
         self._belong(spec, spec.checked(nbytes, round_up=round_up))
-        spec.obtain(self._node, self.nbytes)
-        self._node.known()
+        spec.allocations.work()
+        spec.create(self._node, self.nbytes)
+        self._node.join()
 
     def _belong(self, spec: MemorySpec, nbytes: int) -> None:
-        """Set all attributes except the handle, which :meth:`MemorySpec.obtain` sets later."""
+        """Set all attributes except the handle, which :meth:`MemorySpec.create` sets later."""
         self._session = spec.session
         self.nbytes = nbytes
         self._set_spec(spec)
@@ -481,7 +467,7 @@ class PhysicalMemory(GenericAllocation):
             # This is checked first: otherwise the multicast object's own handle would be released after that object.
             if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
                 raise ValueError(f"{which} is that of a multicast object, which is no memory itself")
-            node.known()
+            node.join()
             self._set_spec(MemorySpec(self._session, self.query(), exists=True))
 
     def _set_spec(self, spec: MemorySpec) -> None:

@@ -50,6 +50,11 @@ class MappedBytes(Node):
         """The driver's handle of the memory; None if an object owns it."""
 
     @property
+    def address(self) -> int:
+        """First address. Only for a range that is not released."""
+        return int(self.reservation._raw) + self.offset
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.stop - self.offset
@@ -59,7 +64,7 @@ class MappedBytes(Node):
         """The mapped :class:`PhysicalMemory` or multicast object, which may be closed. If the mapping owns the handle,
         this makes a new :class:`PhysicalMemory`, which then owns the handle.
         """
-        return self.spec.adopt(self) if self._memory is None else self._memory
+        return self.spec.object_of(self) if self._memory is None else self._memory
 
     @property
     def mark(self) -> str:
@@ -93,109 +98,84 @@ class MappedBytes(Node):
             handle.first[self] = None
         handle.state.mappings[self] = None
 
-    def create_and_map(self) -> None:
-        """Map the memory, without permissions (``cuMemMap``). If neither an object nor the mapping has a handle yet,
-        create the memory first (``cuMemCreate``). Raises ClosedError, CudaError, and the errors of watchers.
-        """
-        try:
-            if self._memory is not None:
-                raw = self._memory._checked_raw()
-                self._relate(self._memory)
-            else:
-                if self._raw is None:
-                    self.spec.obtain(self, self.nbytes)
-                raw = self._raw
-            self._map_handle(raw)
-        except CudaError as error:
-            if error.call in ("cuMemCreate", "cuMemMap"):
-                self.unmapped()
-            raise
-
-    def _map_handle(self, raw: Any) -> None:
-        """Map the memory with the handle ``raw`` (``cuMemMap``), and notify the watchers. Raises CudaError, and the
+    def map(self) -> None:
+        """Map the memory, without permissions (``cuMemMap``), and notify the watchers. If neither an object nor the
+        mapping has a handle yet, create the memory first (``cuMemCreate``). Raises ClosedError, CudaError, and the
         errors of watchers.
         """
-        allocations = self.reservation.allocations
-        address = int(self.reservation._raw) + self.offset
-        allocations.session.call("cuMemMap", address, self.nbytes, 0, raw, 0)
-        for watcher in allocations.watchers:
-            watcher.mapped(address, self.memory)
+        allocations, memory, mapped = self.reservation.allocations, self._memory, False
+        try:
+            if memory is not None:
+                self._relate(memory)
+            elif self._raw is None:
+                self.spec.create(self, self.nbytes)
+            raw = memory._checked_raw() if memory is not None and self._raw is None else self._raw
+            allocations.session.call("cuMemMap", self.address, self.nbytes, 0, raw, 0)
+            mapped = True
+            for watcher in allocations.watchers:
+                watcher.mapped(self.address, self.memory)
+        except CudaError:
+            if not mapped:
+                self.forget()
+            raise
 
     def retain(self) -> None:
         """Get a handle of the memory (``cuMemRetainAllocationHandle``) unless the mapping owns one. The memory then
         still exists after it is unmapped, even if its object was closed. Raises CudaError.
         """
         if self._raw is None:
-            address = int(self.reservation.raw) + self.offset
-            self._raw = self.reservation.allocations.session.call("cuMemRetainAllocationHandle", address)
+            self._raw = self.reservation.allocations.session.call("cuMemRetainAllocationHandle", self.address)
 
     def map_again(self) -> None:
-        """Map the memory again after an unmap, without permissions (``cuMemMap``). Do nothing if the memory is mapped.
-        Raises CudaError.
+        """Map the memory again after :meth:`retain` and an unmap, without permissions (``cuMemMap``). Do nothing if the
+        memory is mapped. Raises CudaError.
         """
         if self.gone:
             self.reservation.add(self)
             self.gone = False
-            try:
-                self._map_handle(self._raw)
-            except BaseException:
-                self.gone = self.reservation.stale = True
-                raise
-            if self._memory is not None:
-                self.state.mappings[self] = None
-
-    def release(self) -> None:
-        """Unmap the memory (``cuMemUnmap``), then release the handle if the mapping owns it (``cuMemRelease``). Raises
-        CudaError.
-        """
-        if not self.gone:
-            self.unmap()
-        self.release_handle()
+            with undoing(self.forget):
+                self.map()
 
     def unmap(self) -> None:
         """Unmap the memory (``cuMemUnmap``), and notify the watchers. After a signal handler has raised, the call can
         be repeated: the driver accepts addresses that are unmapped already. Raises CudaError.
         """
-        reservation = self.reservation
-        reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
-        self.unmapped()
-
-    def unmapped(self) -> None:
-        """Record that the memory is unmapped, and notify the watchers. Idempotent."""
-        allocations = self.reservation.allocations
-        if allocations.watchers and not self.gone:
-            address = int(self.reservation.raw) + self.offset
-            for watcher in allocations.watchers:
-                watcher.unmapped(address)
-        self.gone = True
+        self.reservation.allocations.session.call("cuMemUnmap", self.address, self.nbytes)
         self.forget()
 
-    def release_handle(self) -> None:
-        """Release the handle if the mapping owns it (``cuMemRelease``). Raises CudaError; the finaliser then tries
-        again.
+    def release(self) -> None:
+        """Unmap the memory (``cuMemUnmap``), then release the handle if the mapping owns it (``cuMemRelease``). Raises
+        CudaError; the finaliser then releases the handle.
         """
+        if not self.gone:
+            self.unmap()
         self.reservation.allocations.session.release(self, "cuMemRelease")
 
     def close(self) -> None:
-        """Release the handle that this mapping or its memory object owns (``cuMemRelease``). Errors of the driver are
-        hidden, because the finaliser of the owner tries again.
+        """After the unmap, release the memory: the handle of this mapping, and that of its memory object
+        (``cuMemRelease``). Errors of the driver are hidden, because the finaliser of the owner tries again.
         """
         with contextlib.suppress(CudaError):
-            if self._raw is not None:
-                self.release_handle()
+            self.reservation.allocations.session.release(self, "cuMemRelease")
             if self._memory is not None:
                 self._memory.close()
 
     def forget(self) -> None:
-        """Remove the mapping from the range's list and from the state of the memory."""
-        self.reservation.stale = True
+        """Record that the memory is unmapped: notify the watchers, and remove the mapping from the range's list and
+        from the state of the memory. Idempotent.
+        """
+        allocations = self.reservation.allocations
+        if allocations.watchers and not self.gone:
+            for watcher in allocations.watchers:
+                watcher.unmapped(self.address)
+        self.gone = self.reservation.stale = True
         state = getattr(self, "state", None)
         if state is not None:
             state.mappings.pop(self, None)
             for handle in list(state.handles):
                 handle.first.pop(self, None)
             if not state.handles:
-                self.reservation.allocations.forget(state)
+                allocations.forget(state)
 
     def __del__(self) -> None:
         raw = getattr(self, "_raw", None)
@@ -258,7 +238,7 @@ class Reservation(HandleNode):
             for entry in entries:
                 made.append(entry)
                 self.add(entry)
-                entry.create_and_map()
+                entry.map()
             self.grant(made, rights)
         return made
 
@@ -337,14 +317,14 @@ class Reservation(HandleNode):
         try:
             self.allocations.session.call("cuMemUnmap", int(self._raw) + start, stop - start)
             for entry in run:
-                entry.unmapped()
+                entry.forget()
         except CudaError:
             raise
         except BaseException:
             # If a signal handler raised, the driver may or may not have unmapped the run, so it is unmapped again. The
             # handles stay open, so that the caller can map the memory again.
             for entry in run:
-                (entry.unmapped if entry.gone else entry.unmap)()
+                (entry.forget if entry.gone else entry.unmap)()
             raise
 
     def _live(self) -> list[MappedBytes]:
@@ -371,11 +351,9 @@ class Reservation(HandleNode):
                 self.first[team] = None
         super().give_up()
 
-    def unmap_owned(self) -> None:
-        """Unmap all mappings that need not wait for another node (``cuMemUnmap``), and release their handles. Raises
-        CudaError.
-        """
-        self.allocations.attempt_all(self._live())
+    def owned(self) -> Sequence[Node]:
+        """Return all mappings, in the order of addresses."""
+        return self._live()
 
     def release(self) -> None:
         """Free the addresses (``cuMemAddressFree``) if nothing is mapped any more. Raises CudaError."""

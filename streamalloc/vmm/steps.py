@@ -172,8 +172,9 @@ class Evictable(OwnsRange, Claimable):
         if not chunks:
             return []
         start, node = chunks[0].offset, self.range._node
-        # A failed call or a shrink may have left memory mapped here, and the driver refuses to map other memory there.
+        # A failed call may have left memory mapped here, and the driver refuses to map other memory there.
         self._release_from(start)
+        node.allocations.work()
         for watcher in node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
         made = [MappedBytes(node, one.offset, one.offset + one.nbytes, {}, one.spec) for one in chunks]

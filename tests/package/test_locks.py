@@ -369,7 +369,7 @@ def test_memory_of_a_mapping_becomes_one_object() -> None:
     def adopt(buffer: vmm.GrowableBuffer) -> None:
         found.append(buffer.mappings[0].memory)
 
-    for buffer in interleaved(MemorySpec.adopt, lambda: vmm.GrowableBuffer(device, PAGE, PAGE), adopt, adopt):
+    for buffer in interleaved(MemorySpec.object_of, lambda: vmm.GrowableBuffer(device, PAGE, PAGE), adopt, adopt):
         assert found[0] is found[1] is buffer.mappings[0].memory
         found.clear()
         buffer.close()

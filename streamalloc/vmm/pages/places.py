@@ -385,9 +385,9 @@ class Places(MappedBytes):
         """
         if not self.gone:
             super().release()
-        self.unmapped()
+        self.forget()
 
-    def unmapped(self) -> None:
+    def forget(self) -> None:
         """Return all pages to the arena, after they were unmapped. Idempotent.
 
         If a signal handler raises, the space is closed but not yet gone, so that its release is tried again. Until
@@ -399,7 +399,7 @@ class Places(MappedBytes):
                 self._return_pages()
             stored, self.stored = self.stored, {}
             drop_contents(stored)
-            super().unmapped()
+        super().forget()
 
     def _return_pages(self) -> None:
         """Remove the pages of all places from the records, and one user of each and of the page of zeros. If a signal
