@@ -355,11 +355,7 @@ class Allocations:
         self.watchers: tuple[MappingWatcher, ...] = ()
         """Objects that are notified of each mapping."""
         self.specs: dict[object, Any] = {}
-        """:class:`MemorySpec` by ``MemAllocationProp``."""
-        self.imported: tuple[bytes, Any] | None = None
-        """The bytes of the last imported memory's ``CUmemAllocationProp``, and its :class:`MemorySpec`, for the next
-        import: chunks of one range often have equal properties.
-        """
+        """:class:`MemorySpec` by ``MemAllocationProp``, and for imported memory by the bytes of the driver's struct."""
         self.deferred: DeferredQueue = deferred_queue(session)
         self.by_handle: dict[int, AllocationState] = {}
         """States by driver handle, without handles that only a mapping has."""
@@ -531,8 +527,7 @@ class GenericAllocation(OwnsNode, Shareable):
         self._session = session
         self.nbytes = nbytes
         self._node = AllocationHandle(allocations_of(session), kind)
-        if self._node.allocations.deferred.has_work():
-            self._node.allocations.work()
+        self._node.allocations.work()
 
     def _create(self, name: str, *args: Any, hint: str = "") -> None:
         """Create the handle by driver function ``name``. Raises CudaError with ``hint``."""

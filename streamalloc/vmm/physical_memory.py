@@ -544,14 +544,12 @@ def import_memory(
         memory._set_spec(alike._spec)
         return memory
     with undoing(memory.close):
-        struct, allocations = memory._queried(), memory._node.allocations
-        read, known = prop_bytes(struct), allocations.imported
-        # Chunks of a range often have equal properties. So the last spec is kept: making a spec takes longer than
-        # importing a chunk.
-        if known is None or known[0] != read:
-            spec = spec_of(session, MemAllocationProp.from_driver(struct), exists=True)
-            known = allocations.imported = read, spec
-        memory._set_spec(known[1])
+        struct, specs = memory._queried(), memory._node.allocations.specs
+        read = prop_bytes(struct)
+        # Reading a struct and finding its spec takes longer than importing a chunk, and chunks have equal properties.
+        if read not in specs:
+            specs[read] = spec_of(session, MemAllocationProp.from_driver(struct), exists=True)
+        memory._set_spec(specs[read])
     return memory
 
 

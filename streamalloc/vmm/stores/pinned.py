@@ -17,11 +17,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from streamalloc.core.errors import CudaError, OutOfMemoryError, attach, refused, size_text, undoing
-from streamalloc.core.internal import Deferred, Device, Fence, HandleEnd, Stream, deferred_queue
-from streamalloc.core.properties import MemAccess, MemLocation
+from streamalloc.core.internal import Deferred, Device, Fence, HandleEnd, deferred_queue
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import address_space_limit
-from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import OnceIdle
 from streamalloc.vmm.stores.blocks import Bytes
 from streamalloc.vmm.stores.disk_file import aligned
@@ -177,23 +175,17 @@ def register(device: Device, memory: Bytes) -> Release:
 
 
 class Pinning:
-    """Three ways to get pinned host memory for a device. They are tried in turn, the fastest first:
+    """Pinned host memory for a device. Huge pages are filled and then registered (``cuMemHostRegister``), in an eighth
+    of the time of ``cuMemHostAlloc``.
 
-    1. Huge pages are filled and then registered (``cuMemHostRegister``), in an eighth of the time of
-       ``cuMemHostAlloc``.
-    2. A pool in host memory allocates, on the NUMA node of the device if this is known.
-    3. ``cuMemHostAlloc``.
-
-    The first way fails if the process has too little host memory or too few addresses, or if the driver refuses to
-    register the memory. The first use of a slower way is logged.
+    If the process has too little host memory or too few addresses, or if the driver refuses to register the memory,
+    ``cuMemHostAlloc`` allocates it. The first use of this way is logged.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         node = device.supports.host_numa_id
         self._node = None if node is None or node < 0 else node
-        self._pool: tuple[MemoryPool, Stream] | None = None
-        """The pool in host memory, and the stream of its allocations; None before the first use."""
 
     def reserve(self, nbytes: int) -> Bytes:
         """Return memory for several calls of :meth:`obtain`, which get parts of it as ``room``. Errors as for
@@ -217,35 +209,22 @@ class Pinning:
         Raises
         ------
         OutOfMemoryError
-            There is not enough host memory. The errors of the other ways are attached.
+            There is not enough host memory. The error of ``cuMemHostAlloc`` is attached.
         CudaError
-            The driver refused each way.
+            The driver refused both ways.
         """
-        ways: dict[str, Callable[[], tuple[Bytes, Release]]] = {
-            "huge pages and cuMemHostRegister": lambda: self._registered(nbytes, run, room),
-            "a pool in host memory": lambda: self._pooled(nbytes),
-            "cuMemHostAlloc": lambda: self._allocated(nbytes),
-        }
-        errors: list[CudaError] = []
         try:
-            for name, way in ways.items():
-                try:
-                    found = way()
-                except CudaError as error:
-                    if error.call not in ("mmap", "madvise", "cuMemHostRegister") and not errors:
-                        raise
-                    errors.append(error)
-                else:
-                    if errors:
-                        _say_once(f"it comes from {name}, which is slower, because {errors[0]}")
-                    return found
-            for later in errors[1:]:
-                attach(errors[0], later)
-            raise errors[0]
-        finally:
-            # The errors' tracebacks refer to this frame, and this frame refers to the list: the reference cycle would
-            # keep all objects of the tracebacks alive.
-            errors.clear()
+            return self._registered(nbytes, run, room)
+        except CudaError as error:
+            if error.call not in ("mmap", "madvise", "cuMemHostRegister"):
+                raise
+            try:
+                found = self._allocated(nbytes)
+            except CudaError as later:
+                attach(error, later)
+                raise error from error.__cause__
+            _say_once(f"it comes from cuMemHostAlloc, which is slower, because {error}")
+            return found
 
     def _registered(self, nbytes: int, run: Run, room: Bytes | None) -> tuple[Bytes, Release]:
         if room is None:
@@ -259,17 +238,6 @@ class Pinning:
             discard(room)
 
         return room, release
-
-    def _pooled(self, nbytes: int) -> tuple[Bytes, Release]:
-        if self._pool is None:
-            place = MemLocation.host() if self._node is None else MemLocation.host_numa(self._node)
-            pool = MemoryPool(place, driver=self._device.driver)
-            pool.set_access(self._device, MemAccess.READWRITE)
-            self._pool = pool, self._device.create_stream()
-        pool, stream = self._pool
-        memory = pool.allocate(nbytes, stream)
-        stream.synchronize()  # Other streams may use the memory at once.
-        return _array(memory.address, nbytes, memory)
 
     def _allocated(self, nbytes: int) -> tuple[Bytes, Release]:
         session = session_of(self._device)
