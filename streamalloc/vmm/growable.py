@@ -4,7 +4,7 @@ A growth (:meth:`GrowableBuffer.resize`, ``grow``) claims the buffer, so that no
 steps:
 
 1. *Leftovers.* ``_release_from`` releases memory that a failed call has left behind the buffer's end (``cuMemUnmap``,
-   ``cuMemRelease``).
+   ``cuMemRelease``), and ``Allocations.work`` what was dropped.
 2. *Watchers* learn which addresses will be mapped.
 3. *Create and map* each chunk, one after the other: ``MappedBytes.map`` (``cuMemCreate``, ``cuMemMap``).
 4. *Permissions* of all new chunks: ``Reservation.grant`` (one ``cuMemSetAccess``).
@@ -109,13 +109,14 @@ class GrowableBuffer(VirtualBuffer):
         if not most:
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
         self._chunk = self._spec.round_up(checked_size("chunk", chunk))
-        size = self._checked("nbytes", nbytes, most)
+        size = checked_size("nbytes", nbytes)
+        self._check_fits(size, most)
         rights = device_rights(access, session, location=place, devices=(device,))
         if place.on_host:
             rights = {MemLocation.host(): MemAccess.READWRITE} | rights
         self._open(device, self._spec.round_up(most), rights, stream, place)
         with undoing(self.close):
-            self.resize(size)
+            self._resize(size)
 
     @claimed
     def resize(self, nbytes: int | str, *, after: After = None, release: bool = True) -> None:
@@ -153,7 +154,7 @@ class GrowableBuffer(VirtualBuffer):
         CudaError
             The driver refused a call.
         """
-        self._resize(nbytes, after, release)
+        self._resize(checked_size("nbytes", nbytes), after, release)
 
     @claimed
     def grow(self, nbytes: int | str) -> None:
@@ -162,8 +163,8 @@ class GrowableBuffer(VirtualBuffer):
         """
         self._resize(self._nbytes + checked_size("nbytes", nbytes))
 
-    def _resize(self, nbytes: int | str, after: After = None, release: bool = True) -> None:
-        size = self._checked("nbytes", nbytes, self.capacity)
+    def _resize(self, size: int, after: After = None, release: bool = True) -> None:
+        self._check_fits(size, self.capacity)
         self.check_usable()
         self._check_thawed()
         if after is not None:
@@ -182,11 +183,10 @@ class GrowableBuffer(VirtualBuffer):
                 self._shrink_to(spare[0].offset, size)
         self._nbytes = size
 
-    def _checked(self, name: str, value: int | str, most: int) -> int:
-        size = checked_size(name, value)
+    @staticmethod
+    def _check_fits(size: int, most: int) -> None:
         if size > most:
-            raise ValueError(f"{name}={size}: the capacity is {size_text(most)}")
-        return size
+            raise ValueError(f"nbytes={size}: the capacity is {size_text(most)}")
 
 
 class StripedBuffer(VirtualBuffer):

@@ -180,20 +180,15 @@ class Evictable(OwnsRange, Claimable):
         made = [MappedBytes(node, one.offset, one.offset + one.nbytes, {}, one.spec) for one in chunks]
         return node.map(made, self._rights)
 
-    def _release(self, entries: Sequence[MappedBytes]) -> None:
-        """Unmap ``entries``, then release their memory. Raises CudaError if the driver refuses to unmap."""
-        self.range._node.unmap(entries)
-        for entry in entries:
-            entry.close()
-
     def _release_from(self, start: int) -> None:
         """Unmap and release all memory from the offset ``start`` (bytes) on, also memory that a failed call has left
         mapped. Raises CudaError.
         """
         node = self.range._node
-        table = node.table()
-        if table and table[-1].stop > start:
-            self._release(node.touching(start, node.nbytes))
+        entries = node.touching(start, node.nbytes)
+        node.unmap(entries)
+        for entry in entries:
+            entry.close()
 
     def _reserve_backup(self, backup: BackupPlace, stream: Stream) -> Backup | None:
         if backup is None or isinstance(backup, Backup):
@@ -350,6 +345,7 @@ class EvictSteps(BackupSteps):
         """Choose the buffers, and have the host wait for the users of their memory. Only those that are mapped will be
         unmapped. No undo is needed. Errors as for :meth:`VirtualBuffer.evict`.
         """
+        allocations_of(session_of(self.stream)).work()  # Objects that were dropped are no other users.
         self._tags = {buffer: tag for buffer, tag in tags.items() if not buffer.frozen}
         self.entries = {buffer: self._evictable(buffer) for buffer in tags if not buffer.evicted}
         rights = (entry.rights for several in self.entries.values() for entry in several)
@@ -361,7 +357,6 @@ class EvictSteps(BackupSteps):
         """
         buffer._release_from(buffer._mapped)
         entries = list(buffer.range._node.table())
-        allocations_of(session_of(buffer)).work()
         for memory in (entry.memory for entry in entries if not entry.alone):
             if memory.exported and not self._shared:
                 why = "importers would keep it, and the old bytes; shared=True says that all of them have closed it"
