@@ -110,7 +110,7 @@ class _Inside:
     def _judge_now(self, stream: TrackedStream, node: TrackedNode, undo: list[Callable[[], None]]) -> None:
         if node.kind == "use":
             for access, (range_, low, high) in node.accesses(stream, node.stack):
-                self._judge.use(((self._shadow(range_), low, high),), access, stream.clock)
+                self._judge.use((self._shadow(range_), low, high), access, stream.clock)
         elif node.kind == "allocate":
             self._judge.allocate(self._shadow(node.range), stream)
         elif node.kind == "free":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 from streamalloc.checker.clocks import BY_CHOICE, CERTAIN, MOST_WAITS, Actor, Clock, Obstacle, Timeline, TrackedStream
@@ -143,57 +143,59 @@ class Judge:
 
     # -- use -------------------------------------------------------------------------------------------------
 
-    def use(
-        self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None, races: bool = True
-    ) -> None:
-        """Record a read or a write of ``pieces``. Report missing orders, missing access rights, and uses of freed
+    def use(self, piece: Piece, access: Access, clock: Clock, device: int | None = None, races: bool = True) -> None:
+        """Record a read or a write of a part of memory. Report missing orders, missing access rights, and uses of freed
         memory, which are not recorded.
 
         ``clock``: clock of the operations that precede the use. ``device``: ordinal of the device whose access rights
         are checked; None: no check. The driver checks the rights itself, except for kernels. ``races=False``: the use
         is not compared with other uses, because streams order themselves by the value in this memory.
         """
-        actor, number, order = access.actor, access.actor.number, self.timeline.order
-        for range_, low, high in pieces:
-            if range_.ended is not None:
-                self._after_end(range_, access, clock)
-                continue
-            conflicts = self._conflicts(range_, low, high, access, clock) if races else []
-            born = range_.born
-            if born is not None and (born.actor is not actor or range_.pending):
-                ordered = order(clock, born.actor.number, born.time)
-                if range_.pending or (ordered != CERTAIN and not self._is_open(range_, born)):
-                    # A wait for the last use by the allocating stream would order the allocation, too: one report.
-                    same = [one for one in conflicts if one[0].actor is born.actor is not actor and one[1] == ordered]
-                    last = max((before for before, _ in same), key=lambda before: before.time, default=born)
-                    self._before_birth((range_, low, high), born, last, access, clock, ordered)
-                    conflicts = [one for one in conflicts if one not in same]
-            needed = 3 if access.write else 1
-            if device is not None and needed & ~self._rights(range_, device):
-                rights = "only read access" if self._rights(range_, device) else "no access"
-                did = "writes" if access.write else "reads"
-                what = f"{access} {did} {range_}, but device {device} has {rights} to it."
-                calls = "cuCtxEnablePeerAccess" if range_.context else "cuMemSetAccess, cuMemPoolSetAccess"
-                remedy = f"grant device {device} access ({calls})."
-                self.report("access without a grant", what, remedy, range_, access.stack)
-            for contents in range_.awaited:
-                self._await(range_, low, high, contents, access, clock)
-            range_.last[number] = access
-            if len(range_.last) > MANY_USERS:
-                self._forget(range_.last)
-            for before, ordered in conflicts:
-                self._race(range_, before, access, ordered)
+        range_, actor = piece[0], access.actor
+        if range_.ended is not None:
+            self._after_end(range_, access, clock)
+            return
+        conflicts = self._conflicts(piece, access, clock) if races else []
+        born = range_.born
+        if born is not None and (born.actor is not actor or range_.pending):
+            ordered = self.timeline.order(clock, born.actor.number, born.time)
+            if range_.pending or (ordered != CERTAIN and not self._is_open(range_, born)):
+                # A wait for the last use by the allocating stream would order the allocation, too: one report.
+                same = [one for one in conflicts if one[0].actor is born.actor is not actor and one[1] == ordered]
+                last = max((before for before, _ in same), key=lambda before: before.time, default=born)
+                self._before_birth(piece, born, last, access, clock, ordered)
+                conflicts = [one for one in conflicts if one not in same]
+        if device is not None:
+            self._check_rights(range_, access, device)
+        for contents in range_.awaited:
+            self._await(piece, contents, access, clock)
+        range_.last[actor.number] = access
+        if len(range_.last) > MANY_USERS:
+            self._forget(range_.last)
+        for before, ordered in conflicts:
+            self._race(range_, before, access, ordered)
 
-    def _conflicts(self, range_: Range, low: int, high: int, access: Access, clock: Clock) -> list[tuple[Access, int]]:
-        """Record a use of the bytes at the addresses from ``low`` up to ``high``. Returns the earlier uses that race
-        with it, as tuples of use and order.
+    def _conflicts(self, piece: Piece, access: Access, clock: Clock) -> list[tuple[Access, int]]:
+        """Record a use of the bytes of ``piece``. Returns the earlier uses that race with it, as tuples of use and
+        order.
         """
+        range_, low, high = piece
         return [
             (before, ordered)
             for memory, start, end in range_.physical(low, high)
             for before, ordered in memory.record_access(start, end, access, clock, self.timeline.order, self._forget)
             if not (access.atomic and before.atomic) and not self._is_open(range_, before)
         ]
+
+    def _check_rights(self, range_: Range, access: Access, device: int) -> None:
+        """Report an access by a device that lacks the right for it."""
+        rights = self._rights(range_, device)
+        if (3 if access.write else 1) & ~rights:
+            did, has = "writes" if access.write else "reads", "only read access" if rights else "no access"
+            what = f"{access} {did} {range_}, but device {device} has {has} to it."
+            calls = "cuCtxEnablePeerAccess" if range_.context else "cuMemSetAccess, cuMemPoolSetAccess"
+            remedy = f"grant device {device} access ({calls})."
+            self.report("access without a grant", what, remedy, range_, access.stack)
 
     def _rights(self, range_: Range, device: int) -> int:
         """Return the access of a device to a range: 0 none, 1 read, 3 read and write.
@@ -239,7 +241,8 @@ class Judge:
             self.report("uninitialized", what, remedy, range_, access.stack)
             return
 
-    def _await(self, range_: Range, low: int, high: int, contents: AwaitedPart, access: Access, clock: Clock) -> None:
+    def _await(self, piece: Piece, contents: AwaitedPart, access: Access, clock: Clock) -> None:
+        range_, low, high = piece
         if contents.low >= high or low >= contents.high or not (contents.written or access.write):
             return
         if any(clock.after(*one) for one in contents.after):

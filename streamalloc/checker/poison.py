@@ -38,8 +38,8 @@ class Poison:
         if name.endswith(_WAITS) or name.startswith("cuMemFree"):
             _WAITED.set()
         if answer is None and name in _FREES:
-            found = self._state.addresses.find(number_of(args[0]))
-            if found is not None and found.kind == _FREES[name] and found.base == number_of(args[0]):
+            found = self._state.addresses.at.get(number_of(args[0]))
+            if found is not None and found.kind == _FREES[name]:
                 self._fill(found, FREED, args[-1])
         elif answer is None and name in ("cuMemcpyAsync", "cuMemcpyDtoHAsync"):
             self._delay(*args[:4])

@@ -462,7 +462,7 @@ def check_uses(state: State, stream: TrackedStream, node: TrackedNode, stack: St
             continue  # The blocks of such a range are checked instead, by the receiver of ``on_use``.
         if state.uninitialized and not (access.write or state.streams.foreign.may_write):
             state.judge.reads_unwritten(piece, access, state.unseen_upto)
-        state.judge.use((piece,), access, stream.clock, device)
+        state.judge.use(piece, access, stream.clock, device)
         if shared and piece[0] in shared:
             state.interprocess.used(piece, stream, access.write)
 
@@ -481,7 +481,8 @@ def use_on_host(
     if seen:
         state.sources.check()
     clock = state.sources.seen_by_host(address, address + nbytes) if seen else state.timeline.host
-    state.judge.use(pieces, access, clock)
+    for piece in pieces:
+        state.judge.use(piece, access, clock)
     if seen:
         state.sources.view(pieces)
 
@@ -544,19 +545,20 @@ def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) 
     actor: Actor = state.thread() if stream is None else stream
     clock = timeline.everything() if stream is None else timeline.before_next(stream)
     late, stack = [], state.place()
-    for (range_, low, high), write in gone:
-        pieces, access, ended = ((range_, low, high),), Access(actor, what, stack, write), range_.ended
+    for piece, write in gone:
+        (range_, low, _), access = piece, Access(actor, what, stack, write)
+        ended = range_.ended
         assert ended is not None
         known = ended.actor is actor or state.timeline.certain(clock, ended.actor.number, ended.time)
         if not known or (range_.vacated and _is_there(state, low, what)):
             # This use may come before the free, or other memory may have the addresses now, so the driver's answer
             # decides.
-            late.append((pieces, access))
+            late.append((piece, access))
         else:
-            state.judge.use(pieces, access, clock)
+            state.judge.use(piece, access, clock)
     answer = yield
-    for pieces, access in late if answer[0] else ():
-        state.judge.use(pieces, access, clock)
+    for piece, access in late if answer[0] else ():
+        state.judge.use(piece, access, clock)
     return answer
 
 

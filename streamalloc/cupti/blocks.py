@@ -342,7 +342,7 @@ class Blocks:
     def _compare(self, range_: Range, use: Use, part: Part) -> None:
         low, high, write = part
         piece = range_, low, min(high, range_.end)
-        self._state.judge.use((piece,), use.access(bool(write)), Clock(use.clock))
+        self._state.judge.use(piece, use.access(bool(write)), Clock(use.clock))
 
     def _is_given_again(self, block: _Block, use: Use) -> None:
         """Report uses by earlier owners of the memory that may still run when the new owner first uses it."""

@@ -123,8 +123,8 @@ def _find_pool(state: State, pool: int, device: int) -> None:
 
 
 def _frees(state: State, name: str, args: Arguments) -> Steps:
-    found, stream, stack = state.addresses.find(number_of(args[0])), state.stream(args[1]), state.place()
-    if found is None or found.base != number_of(args[0]):
+    found, stream, stack = state.addresses.at.get(number_of(args[0])), state.stream(args[1]), state.place()
+    if found is None:
         state.timeline.submit(stream, lambda stream: None)
         return
     capture = state.capture_of(stream)
@@ -157,26 +157,27 @@ def _frees(state: State, name: str, args: Arguments) -> Steps:
 
 def _frees_at_once(state: State, name: str, args: Arguments) -> Steps:
     """Rule for a synchronous free, and for a close of imported memory."""
-    found = state.addresses.find(number_of(args[0]))
-    ranges = [found] if found is not None and found.base == number_of(args[0]) else []
-    if found is not None and found.opened > 1:
+    found = state.addresses.at.get(number_of(args[0]))
+    if found is None:
+        yield from end(state, (), name)
+        return
+    if found.opened > 1:
         answer = yield
         found.opened -= not answer[0]
         return
-    if ranges and ranges[0].kind in ("device memory", OPENED):
+    if found.kind in ("device memory", OPENED):
         # Unless the memory is from a pool, the driver waits for the device. NVIDIA's documentation does not promise
         # this wait, so a note is added.
-        for use in ranges[0].last.values():
+        for use in found.last.values():
             if not state.timeline.may_be_known(use.actor.number, use.time):
-                state.notes.add("frees", f"{name} of {ranges[0].kind} that {use} uses")
+                state.notes.add("frees", f"{name} of {found.kind} that {use} uses")
         uses.wait_for_device(state)
-    ending = "release" if "Host" in name else ""
-    again = bool(ranges) and ranges[0].ended is not None
-    answer = yield from end(state, ranges, name, ending)
+    ending, again = "release" if "Host" in name else "", found.ended is not None
+    answer = yield from end(state, (found,), name, ending)
     if again and answer[0]:
         # A second unregistration is reported here. A second free of other memory was reported before the call
         # (`_ends_unknown`).
-        state.judge.free(ranges[0], state.thread(), state.timeline.host, name, state.place(), ending)
+        state.judge.free(found, state.thread(), state.timeline.host, name, state.place(), ending)
 
 
 def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool = False) -> After:

@@ -199,10 +199,10 @@ def _use_word(state: State, stream: TrackedStream, what: str, address: int, nbyt
     found = state.addresses.find(address)
     if found is None or found.kind in HOST_KINDS:
         return
-    pieces, stack = ((found, address, address + nbytes),), state.place()
+    piece, stack = (found, address, address + nbytes), state.place()
 
     def use(stream: TrackedStream) -> None:
-        state.judge.use(pieces, Access(stream, what, stack, True), stream.clock, races=False)
+        state.judge.use(piece, Access(stream, what, stack, True), stream.clock, races=False)
 
     state.timeline.submit(stream, use)
 
