@@ -156,7 +156,9 @@ def make_pool(there: There, name: str = "pool") -> None:
 
 
 def make_buffer(there: There, name: str, seed: int, nbytes: int = MiB, pool: str = "pool", on: str = "stream") -> int:
-    """An allocation with a pattern that is queued on its stream; its address."""
+    """An allocation with a pattern that is queued on its stream; its address. A pool that is not there is made."""
+    if pool not in there.kept:
+        make_pool(there, pool)
     buffer = there.keep(name, there.kept[pool].allocate(nbytes, there.kept[on]))
     filled(buffer, seed)
     return int(buffer.address)

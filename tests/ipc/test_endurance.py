@@ -12,7 +12,7 @@ from streamalloc import ipc, vmm
 from streamalloc.core.deferred import deferred_queue, work
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.pool.ending import PoolEnd
-from tests.ipc.support import POSIX, at_once, hold, make_buffer, make_growable, make_pool, no_more, state, state_there
+from tests.ipc.support import POSIX, at_once, hold, make_buffer, make_growable, no_more, state, state_there
 from tests.processes import SECONDS, Partner, There
 from tests.support import MiB, eventually, executed
 
@@ -57,7 +57,6 @@ class TestALongLife:
         importer = imports_of(stream._session)
         most = 0
         for turn in range(30):
-            partner.run(make_pool)
             partner.run(make_buffer, "buffer", 1, SIZE)
             data, fds = partner.shared("buffer")
             with ipc.open(data, fds, stream=stream):
@@ -73,7 +72,6 @@ class TestALongLife:
         """A stream waits for one exporter, another has died: memory of a third is opened all the same."""
         dead, late, third = another(), another(), another()
         for owner in (dead, late, third):
-            owner.run(make_pool)
             owner.run(make_buffer, "buffer", 1, SIZE)
         ipc.open(*dead.shared("buffer"), stream=stream).close()
         stream.synchronize()
@@ -151,7 +149,6 @@ class Sides(NamedTuple):
 
     def opened_here(self, number: int) -> None:
         if not number:
-            self.partner.run(make_pool)
             self.partner.run(make_buffer, "buffer", 1)
             self.partner.run(make_growable, "growable", 1, MiB)
         for kind in ("buffer", "growable"):

@@ -9,7 +9,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from tests.ipc.support import POSIX, make_buffer, make_growable, make_pool, shared_pool
+from tests.ipc.support import POSIX, make_buffer, make_growable, shared_pool
 from tests.processes import Partner, There, holds_there
 from tests.support import MiB, eventually, executed, filled, holds, shows
 
@@ -135,7 +135,6 @@ def test_exporters(another: Another, stream: sa.Stream) -> None:
     for calls in range(0, 100, 3):
         one = another()
         one.run(mortal)
-        one.run(make_pool)
         one.run(make_buffer, "buffer", 5)
         one.run(make_growable, "growable", 5, MiB)
         opened = [one.take(name, stream) for name in ("buffer", "growable")]

@@ -14,7 +14,7 @@ import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.ipc.wire.descriptor import Mechanism
 from streamalloc.testing import Gate, settle
-from tests.ipc.support import PAGE, POSIX, busy, hold, idle, make_buffer, make_pool, release
+from tests.ipc.support import PAGE, POSIX, busy, hold, idle, make_buffer, release
 from tests.processes import Partner, There, holds_there
 from tests.support import MiB, each_raises, eventually, pattern, read
 
@@ -212,7 +212,6 @@ class TestPoolMemory:
 
     def test_what_was_opened(self, partner: Partner, stream: sa.Stream) -> None:
         """Only its owner can share it."""
-        partner.run(make_pool)
         partner.run(make_buffer, "buffer", 1)
         with partner.take("buffer", stream) as opened, pytest.raises(ValueError):
             ipc.share(Array(opened.address, 512))

@@ -75,7 +75,6 @@ class TestFromThere:
     """The other process owns the memory, and this one opens it."""
 
     def test_buffer(self, partner: Partner, stream: sa.Stream) -> None:
-        partner.run(steps.make_pool)
         partner.run(steps.make_buffer, "buffer", 5, 3 * MiB)
         opened = partner.take("buffer", stream)
         assert isinstance(opened, ipc.ImportedBuffer)
@@ -446,7 +445,6 @@ class TestRefused:
 
     def test_what_was_opened_itself(self, partner: Partner, stream: sa.Stream) -> None:
         """Only its owner can share it."""
-        partner.run(steps.make_pool)
         partner.run(steps.make_buffer, "buffer", 1)
         partner.run(steps.make_growable, "growable", 1, MiB)
         partner.run(steps.make_event, "event")

@@ -119,7 +119,6 @@ class TestExporterIsGone:
     def owner(self, another: Another) -> Partner:
         """Another process, with a pool and a buffer."""
         owner = another()
-        owner.run(steps.make_pool)
         owner.run(steps.make_buffer, "buffer", 5)
         return owner
 
@@ -235,7 +234,6 @@ class TestChildren:
         before = _inherited()  # such as the driver's own, which tests of its calls have made
         growable = vmm.GrowableBuffer(device, 8 * MiB, MiB, handle_types=POSIX)
         shared = [ipc.share(one) for one in (pool, buffer, growable)]
-        partner.run(steps.make_pool)
         partner.run(steps.make_buffer, "buffer", 1)
         opened = partner.take("buffer", stream)
         assert _inherited(close_fds=True) == set()
@@ -269,7 +267,6 @@ class TestChildren:
     def test_of_fork_do_not_keep_a_dead_owner_alive(self, another: Another, stream: sa.Stream) -> None:
         """The owner has forked a child that has nothing to do with CUDA, and is killed while that lives on."""
         owner = another()
-        owner.run(steps.make_pool)
         owner.run(steps.make_buffer, "buffer", 5)
         owner.run(steps.hold)
         opened = owner.take("buffer", stream)

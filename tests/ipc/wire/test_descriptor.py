@@ -164,7 +164,6 @@ def sent(partner: Partner, kind: str) -> Iterator[Sent]:
 
 
 def _sent(partner: Partner, kind: str) -> Iterator[Sent]:
-    partner.run(make_pool)
     partner.run(make_buffer, "buffer", 1)
     partner.run(make_growable, "growable", 1, 3 * MiB)
     partner.run(_make_others)
