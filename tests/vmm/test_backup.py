@@ -255,19 +255,6 @@ class TestOwner:
             assert (host.statistics().used > 0) == bool(left)
         group.close()
 
-    def test_the_pool_of_a_closed_group(self, device: sa.Device) -> None:
-        group = vmm.SleepGroup(device)
-        one, two = group.allocate(SIZE, tag="a"), group.allocate(SIZE, tag="a")
-        filled(one, 1)
-        filled(two, 2)
-        group.sleep()
-        group.close()
-        one.restore()
-        two.restore()
-        assert shows(one, 1) and shows(two, 2)
-        one.close()
-        two.close()
-
     def test_no_room_for_the_second_tag(self, device: sa.Device) -> None:
         with sa.MemoryPool(HOST, max_size=32 << 20) as host:
             host.set_access(device, READWRITE)

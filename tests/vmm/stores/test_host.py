@@ -6,7 +6,6 @@ import itertools
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,9 @@ from streamalloc.vmm.stores import host as stores
 from streamalloc.vmm.stores import pinned as ways
 from streamalloc.vmm.stores.blocks import Chunk
 from streamalloc.vmm.stores.pinned import host_segments
-from tests.support import KEEP, Account, MiB, NoHostMemory, each_raises, eventually, filled, names, pattern, read, shows
-from tests.vmm.support import HOST, READWRITE
+from tests.support import Account, MiB, NoHostMemory, each_raises, eventually, filled, names, pattern, read, shows
 
 PIECE = 1 << 20
-
-
-@pytest.fixture
-def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
-    with sa.MemoryPool(HOST, release_threshold=KEEP) as pool:
-        pool.set_access(device, READWRITE)
-        yield pool
 
 
 @pytest.fixture
@@ -270,22 +261,22 @@ class TestPrepare:
         del tier, group, future
         settle()
 
-    def test_of_other_backups(self, device: sa.Device, pool: sa.MemoryPool) -> None:
-        with vmm.SleepGroup(device, backup=pool) as group, pytest.raises(TypeError, match="backup must be a HostTier"):
+    def test_of_other_backups(self, device: sa.Device, host: sa.MemoryPool) -> None:
+        with vmm.SleepGroup(device, backup=host) as group, pytest.raises(TypeError, match="backup must be a HostTier"):
             group.prepare(1)
 
 
 @pytest.mark.usefixtures("small_pieces")
 class TestPieces:
-    def test_buffers_span_them(self, device: sa.Device, pool: sa.MemoryPool) -> None:
-        group = vmm.SleepGroup(device, backup=pool)
+    def test_buffers_span_them(self, device: sa.Device, host: sa.MemoryPool) -> None:
+        group = vmm.SleepGroup(device, backup=host)
         several = [group.allocate(nbytes) for nbytes in (PIECE // 2, 2 * PIECE + 100, 10, PIECE)]
         for seed, buffer in enumerate(several):
             filled(buffer, seed)
         group.sleep()
         # The second begins in the first piece and ends in the third.
         assert [len(one._backup.blocks) for one in several if one._backup] == [1, 3, 1, 2]
-        assert pool.statistics().used == sum(buffer.nbytes for buffer in several) + 512 * 2 - 100 - 10
+        assert host.statistics().used == sum(buffer.nbytes for buffer in several) + 512 * 2 - 100 - 10
         part = np.zeros(PIECE, np.uint8)
         group.read(several[1], part, PIECE // 2 + 7)
         assert np.array_equal(part, pattern(several[1].nbytes, 1)[PIECE // 2 + 7 :][:PIECE])
@@ -296,11 +287,10 @@ class TestPieces:
         assert np.array_equal(read(several[1]), expected)
         assert all(shows(several[seed], seed) for seed in (0, 2, 3))
         device.synchronize()
-        assert pool.statistics().used == 0
+        assert host.statistics().used == 0
 
-    def test_no_memory_for_the_last(self, faults: Faults, device: sa.Device, pool: sa.MemoryPool) -> None:
-        with vmm.SleepGroup(device, backup=pool) as group:
-            pool.set_access(device, READWRITE)
+    def test_no_memory_for_the_last(self, faults: Faults, device: sa.Device, host: sa.MemoryPool) -> None:
+        with vmm.SleepGroup(device, backup=host) as group:
             buffer = group.allocate(3 * PIECE)
             filled(buffer, 1)
             faults.fail("cuMemAllocFromPoolAsync", 3)
@@ -308,7 +298,7 @@ class TestPieces:
                 group.sleep()
             faults.stop()
             device.synchronize()
-            assert shows(buffer, 1) and pool.statistics().used == 0
+            assert shows(buffer, 1) and host.statistics().used == 0
             buffer.close()
 
 
@@ -334,8 +324,8 @@ def test_copies_run_while_other_memory_changes(traced: Any, device: sa.Device, m
 
 
 class TestReplacing:
-    def test_bytes_that_were_not_kept(self, device: sa.Device, pool: sa.MemoryPool) -> None:
-        with vmm.SleepGroup(device, backup=pool) as group:
+    def test_bytes_that_were_not_kept(self, device: sa.Device, host: sa.MemoryPool) -> None:
+        with vmm.SleepGroup(device, backup=host) as group:
             buffer = group.allocate(5000)
             filled(buffer, 1)
             group.sleep(keep=False)
@@ -348,7 +338,7 @@ class TestReplacing:
             assert read(buffer)[8:12].view(np.float32)[0] == 1.5
             assert np.array_equal(read(buffer)[12:], new[12:])
             device.synchronize()
-            assert pool.statistics().used == 0
+            assert host.statistics().used == 0
             buffer.close()
 
     @pytest.mark.parametrize(
