@@ -277,6 +277,17 @@ class TestImporter:
             buffer.free(still_imported="raise")
         stream.close()
 
+    def test_closed_objects_of_an_import_leave_no_events(self, owner: Owner, importer: Imports) -> None:
+        driver: Any = importer.session.driver
+        with sa.Device(0, driver=driver).create_stream() as stream:
+            shared = ipc.share(owner.pool.allocate(64, owner.stream))
+            opened = [ipc.open(bytes(shared), again(shared.fds), stream=stream, driver=driver)]
+            for _ in range(6):
+                ipc.open(bytes(shared), again(shared.fds), stream=stream, driver=driver).close()
+            (used,) = importer.allocations.values()
+            assert 1 <= len(used.passed) <= 2
+            opened.pop().close()
+
     def test_two_objects_of_one_import_are_closed(self, owner: Owner, importer: Imports) -> None:
         """The last one ends the import."""
         driver: Any = importer.session.driver

@@ -30,7 +30,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     work,
 )
-from streamalloc.core.session import PerDriver, Session
+from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, Mark, fence, reached
 from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Flags
@@ -307,7 +307,8 @@ class Import:
                 return
             if len(self.uses) > 1:
                 if used:
-                    self.passed += (stream.record(),)
+                    # Two older events are queried for each new one, so that only those of queued work stay.
+                    self.passed = (*self.passed[2:], stream.record(), *_of_queued_work(self.passed[:2]))
             else:
                 for event in self.passed:
                     stream.wait(event)
@@ -338,6 +339,14 @@ class Import:
             del self.imports.allocations[self.key]
         for lease in self.leases:
             lease.end(stream, handle)
+
+
+def _of_queued_work(events: tuple[Event, ...]) -> list[Event]:
+    """Return those of ``events`` before which work is left (``cuEventQuery``)."""
+    if not events:
+        return []
+    with session_of(events[0]).relaxed():
+        return [event for event in events if not event.query()]
 
 
 class Imports:
