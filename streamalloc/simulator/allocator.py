@@ -87,7 +87,21 @@ class Block:
         self.size = size
         return rest
 
-    def absorb(self, following: Block) -> None:
+    def merge(self, take_off: Callable[[Block], object]) -> Block:
+        """Merge this free block with its neighbours of the same owner. ``take_off`` is called with each neighbour, and
+        removes it from its shelf. Returns the merged block.
+        """
+        before, after = self.prev, self.next
+        if after is not None and after.owner == self.owner:
+            take_off(after)
+            self._absorb(after)
+        if before is not None and before.owner == self.owner:
+            take_off(before)
+            before._absorb(self)
+            return before
+        return self
+
+    def _absorb(self, following: Block) -> None:
         """Extend this block by the block after it."""
         self.size += following.size
         self.seq = max(self.seq, following.seq)
@@ -225,14 +239,9 @@ class PoolAddresses:
         run. By default the block is free for all streams.
         """
         block.owner, block.seq, block.since = owner, seq, self._clock
-        before, after = block.prev, block.next
-        if after is not None and after.owner == owner:
-            self._take_off(after)
-            self._absorb(block, after)
-        if before is not None and before.owner == owner:
-            self._take_off(before)
-            self._absorb(before, block)
-            block = before
+        block = block.merge(self._take_off)
+        if block.next is None:
+            self._last = block
         self._put(block)
 
     def free_left(self, reach: Reach) -> bool:
@@ -306,8 +315,3 @@ class PoolAddresses:
             self._left[block.owner].remove(block)
         elif block is not self._last:
             self._common.remove(block)
-
-    def _absorb(self, block: Block, following: Block) -> None:
-        block.absorb(following)
-        if following is self._last:
-            self._last = block

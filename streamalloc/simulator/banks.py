@@ -308,14 +308,8 @@ class Pieces:
         """Free a used piece. If no piece of its range is in use any more, the range is removed, and its start is
         returned; otherwise None.
         """
-        before, after = block.prev, block.next
-        if after is not None and after.owner == FREE_FOR_ALL:
-            self._free.remove(after)
-            block.absorb(after)
-        if before is not None and before.owner == FREE_FOR_ALL:
-            self._free.remove(before)
-            before.absorb(block)
-            block = before
+        block.owner = FREE_FOR_ALL
+        block = block.merge(self._free.remove)
         if block.prev is None and block.next is None:
             return block.start
         self._put(block)

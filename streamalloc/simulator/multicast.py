@@ -213,12 +213,9 @@ class MulticastTable:
 
     def _forget(self, which: Callable[[TeamBinding], bool]) -> None:
         with self.locked():
-            self._clear(which)
-
-    def _clear(self, which: Callable[[TeamBinding], bool]) -> None:
-        for place in range(self._words[_RECORDS]):
-            if which(self._read(place)):
-                self._write(place, TeamBinding(*(0,) * len(TeamBinding._fields)))
+            for place in range(self._words[_RECORDS]):
+                if which(self._read(place)):
+                    self._write(place, TeamBinding(*(0,) * len(TeamBinding._fields)))
 
     def _read(self, place: int) -> TeamBinding:
         first = _FIRST_RECORD + place * _RECORD_WORDS
