@@ -6,7 +6,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
-from tests.ipc.ring.support import SIZE, consumer_of, make_ring
+from tests.ipc.ring.support import SIZE, consumer_of, join, make_ring
 from tests.processes import Partner
 
 
@@ -15,6 +15,13 @@ def ring(pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[RingProducer]:
     """Four slots, and nobody to take them."""
     with Ring.producer(pool, SIZE, 4, stream=stream) as ring:
         yield ring
+
+
+@pytest.fixture
+def joined(ring: RingProducer, partner: Partner) -> RingProducer:
+    """The same with a consumer in the other process."""
+    join(partner, ring)
+    return ring
 
 
 @pytest.fixture(scope="module")

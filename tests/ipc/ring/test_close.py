@@ -29,16 +29,15 @@ from tests.support import each_raises, eventually, executed, pending, soon
 
 class TestClose:
     def test_producer_first(
-        self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
+        self, joined: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
     ) -> None:
         """All that was handed off still arrives, filled by then or not; then the memory is free."""
-        steps.join(partner, ring)
         gate.hold(stream)
         for value in range(3):
-            steps.send_held(ring, value)
-        ring.close()
-        ring.close()
-        assert ring.closed and "closed" in repr(ring)
+            steps.send_held(joined, value)
+        joined.close()
+        joined.close()
+        assert joined.closed and "closed" in repr(joined)
         gate.open()
         for value in range(3):
             partner.run(steps.take, "ring", f"item {value}")
@@ -49,16 +48,17 @@ class TestClose:
         partner.run(steps.close_there)
         assert eventually(lambda: pool.statistics().used == 0 and not steps.settled(stream))
 
-    def test_busy_consumer(self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    def test_busy_consumer(
+        self, joined: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
         """The memory is not free before its stream has done that."""
-        steps.join(partner, ring)
-        steps.send(ring, 1)
+        steps.send(joined, 1)
         stream.synchronize()
         partner.run(steps.take)
         partner.run(hold)
         partner.run(steps.copy_later)
         partner.run(steps.close_there)
-        ring.close()
+        joined.close()
         assert pending(stream)
         with sa.MemoryPool(stream.device) as other, other.allocate(64, stream) as after:
             after.fill(1)
@@ -67,23 +67,21 @@ class TestClose:
         assert partner.run(steps.shows_there, "copy", 1)
         assert eventually(lambda: pool.statistics().used == 0)
 
-    def test_in_a_block(self, ring: RingProducer, partner: Partner) -> None:
-        steps.join(partner, ring)
-        slot = ring.next()
-        ring.close()
-        each_raises(sa.ClosedError, lambda: slot.address, slot.hand_off, ring.next, lambda: ring.put(b""))
+    def test_in_a_block(self, joined: RingProducer) -> None:
+        slot = joined.next()
+        joined.close()
+        each_raises(sa.ClosedError, lambda: slot.address, slot.hand_off, joined.next, lambda: joined.put(b""))
         slot.give_back()
         with pytest.raises(sa.ClosedError):
-            ring.add(ipc.Channel.pair()[0])
+            joined.add(ipc.Channel.pair()[0])
 
     @pytest.mark.parametrize("how", ["given back", "dropped"])
     def test_while_a_slot_is_filled(
-        self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, how: str
+        self, joined: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, how: str
     ) -> None:
         """The memory stays until the last copy of another thread's ``put`` is queued."""
-        steps.join(partner, ring)
-        slot = ring.next()
-        ring.close()
+        slot = joined.next()
+        joined.close()
         partner.run(steps.close_there)
         steps.settled(stream)
         assert pool.statistics().used
@@ -93,14 +91,13 @@ class TestClose:
         assert eventually(lambda: not steps.settled(stream) and pool.statistics().used == 0)
 
     def test_during_a_put(
-        self, ring: RingProducer, partner: Partner, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+        self, joined: RingProducer, partner: Partner, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The copy is queued before the memory is freed."""
-        steps.join(partner, ring)
         queued: list[bool] = []
 
         def close_and_copy(*args: Any) -> None:
-            ring.close()
+            joined.close()
             partner.run(steps.close_there)
             steps.settled(stream)
             copy_bytes(*args)
@@ -108,15 +105,14 @@ class TestClose:
 
         monkeypatch.setattr(producer_module, "copy_bytes", close_and_copy)
         with pytest.raises(sa.ClosedError):
-            ring.put(b"x")
+            joined.put(b"x")
         assert queued and eventually(lambda: not steps.settled(stream))
 
-    def test_while_it_waits(self, ring: RingProducer, partner: Partner) -> None:
-        steps.join(partner, ring)
+    def test_while_it_waits(self, joined: RingProducer) -> None:
         for seed in range(4):
-            steps.send(ring, seed)
-        with soon(ring.close), pytest.raises(sa.ClosedError):
-            ring.next()
+            steps.send(joined, seed)
+        with soon(joined.close), pytest.raises(sa.ClosedError):
+            joined.next()
 
     @pytest.mark.parametrize("in_a_cycle", [False, True])
     def test_dropped(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, in_a_cycle: bool) -> None:
@@ -353,14 +349,13 @@ def _hand_off_unfilled(there: There, count: int) -> None:
 
 
 @pytest.mark.simulated_only("a forked child of a process that uses CUDA")
-def test_fork(ring: RingProducer, partner: Partner, fills: Partner, consumer: RingConsumer) -> None:
+def test_fork(joined: RingProducer, partner: Partner, fills: Partner, consumer: RingConsumer) -> None:
     """A child can use neither end, and takes nothing from its parent."""
-    steps.join(partner, ring)
-    slot = ring.next()
+    slot = joined.next()
     fills.run(steps.send_there, 1)
 
     uses: list[Callable[[], object]]
-    uses = [ring.next, slot.hand_off, lambda: ring.put(b""), ring.close, consumer.next, consumer.close]
+    uses = [joined.next, slot.hand_off, lambda: joined.put(b""), joined.close, consumer.next, consumer.close]
     assert in_a_child(lambda: each_raises(sd.ForkedProcessError, *uses)) == 0
     slot.fill(1)
     slot.hand_off()

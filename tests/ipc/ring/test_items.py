@@ -18,62 +18,58 @@ from tests.support import each_raises, executed, filled, pattern, pending
 
 
 class TestItems:
-    def test_put(self, ring: RingProducer, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+    def test_put(self, joined: RingProducer, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """Copies from wherever the bytes are."""
-        steps.join(partner, ring)
         partner.begin(steps.consume)
         with pool.allocate(300, stream) as source, sa.MemoryPool(sa.MemLocation.host()) as pinned:
             filled(source, 300)
-            ring.put(source)
-            ring.put(pattern(100, 100))
-            ring.put(bytes(pattern(7, 7)))
-            ring.put(bytearray())
+            joined.put(source)
+            joined.put(pattern(100, 100))
+            joined.put(bytes(pattern(7, 7)))
+            joined.put(bytearray())
             with pinned.allocate(2000, stream) as other:
                 stream.synchronize()
                 other.as_array()[:] = pattern(2000, 2000)
-                ring.put(other)
-                ring.put(source[:0])
-            ring.close()
+                joined.put(other)
+                joined.put(source[:0])
+            joined.close()
             assert partner.result() == [300, 100, 7, 0, 2000, 0]
 
-    def test_whole_slot_unless_said(self, ring: RingProducer, partner: Partner) -> None:
-        steps.join(partner, ring)
-        with ring.next() as slot:
+    def test_whole_slot_unless_said(self, joined: RingProducer, partner: Partner) -> None:
+        with joined.next() as slot:
             assert slot.nbytes == slot.nbytes_used == len(slot) == SIZE
-            assert slot.stream is ring.stream and slot.location == ring.stream.device.location
+            assert slot.stream is joined.stream and slot.location == joined.stream.device.location
             assert slot.device_accessible and not slot.host_accessible and slot.address % 512 == 0
             assert isinstance(slot.owner, sa.Buffer)
             filled(slot, 3)
             slot.nbytes_used = 100
         assert partner.run(steps.take)[1] == 100
         assert partner.run(steps.shows_there, "item", 3)
-        with ring.next() as slot:
+        with joined.next() as slot:
             assert slot.nbytes_used == SIZE
         assert partner.run(steps.take, "ring", "other")[1] == SIZE
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan")])
-def test_impossible_times(ring: RingProducer, partner: Partner, timeout: float) -> None:
-    steps.join(partner, ring)
+def test_impossible_times(joined: RingProducer, timeout: float) -> None:
     for seed in range(4):
-        steps.send(ring, seed)
-    each_raises(ValueError, lambda: ring.next(timeout), match="timeout")
+        steps.send(joined, seed)
+    each_raises(ValueError, lambda: joined.next(timeout), match="timeout")
     one, two = ipc.Channel.pair()
-    each_raises(ValueError, lambda: ring.add(one, timeout), match="timeout")
+    each_raises(ValueError, lambda: joined.add(one, timeout), match="timeout")
     each_raises(ValueError, lambda: ipc.Ring.consumer(two, timeout=timeout), match="timeout")
     assert not one.closed and not two.closed
 
 
 class TestIteration:
-    def test_releases_the_one_before(self, ring: RingProducer, partner: Partner) -> None:
-        steps.join(partner, ring)
+    def test_releases_the_one_before(self, joined: RingProducer, partner: Partner) -> None:
         for seed in range(3):
-            steps.send(ring, seed)
+            steps.send(joined, seed)
         partner.run(steps.iterate, 2)
         assert partner.run(steps.statistics_there) == (2, 1)
         partner.run(steps.iterate, 1)
         assert partner.run(steps.statistics_there) == (3, 1)
-        ring.close()
+        joined.close()
         assert partner.run(steps.iterate, 1) == 0
         assert partner.run(steps.statistics_there) == (3, 0)
         each_raises(EOFError, lambda: partner.run(steps.take), match="closed the ring")
@@ -93,16 +89,15 @@ class TestIteration:
 
 
 class TestStreamOrder:
-    def test_delayed_producer(self, ring: RingProducer, partner: Partner, gate: Gate) -> None:
+    def test_delayed_producer(self, joined: RingProducer, partner: Partner, gate: Gate) -> None:
         """The item is there before its contents; what reads it waits by itself."""
-        steps.join(partner, ring)
-        steps.send(ring, 1)
+        steps.send(joined, 1)
         partner.run(steps.take)
         assert partner.run(steps.shows_there, "item", 1)
         partner.run(steps.give_there)
-        gate.hold(ring.stream)
+        gate.hold(joined.stream)
         for seed in (2, 3):
-            steps.send_held(ring, seed)
+            steps.send_held(joined, seed)
             partner.run(steps.take, "ring", f"item {seed}", 5)
         assert partner.run(busy)
         gate.open()
@@ -110,43 +105,41 @@ class TestStreamOrder:
             assert partner.run(holds_there, f"item {seed}", seed)
             assert not partner.run(steps.lost_there, f"item {seed}")
 
-    def test_delayed_consumer(self, ring: RingProducer, partner: Partner) -> None:
+    def test_delayed_consumer(self, joined: RingProducer, partner: Partner) -> None:
         """The host gets the slot at once; its stream waits for the work of the consumer's."""
-        steps.join(partner, ring)
-        where = steps.send(ring, 1)
-        ring.stream.synchronize()
+        where = steps.send(joined, 1)
+        joined.stream.synchronize()
         partner.run(steps.take)
         partner.run(hold)
         partner.run(steps.copy_later)
-        spare = [ring.next(SECONDS) for _ in range(3)]
-        with ring.next(SECONDS) as slot:
+        spare = [joined.next(SECONDS) for _ in range(3)]
+        with joined.next(SECONDS) as slot:
             assert slot.index == where
             slot.fill(9)
-        assert pending(ring.stream)
+        assert pending(joined.stream)
         partner.run(release)
-        assert executed(ring.stream)
+        assert executed(joined.stream)
         assert partner.run(steps.shows_there, "copy", 1)
         partner.run(steps.take, "ring", "next")
         assert partner.run(holds_there, "next", 9)
         for one in spare:
             one.give_back()
 
-    def test_released_on_another_stream(self, ring: RingProducer, partner: Partner) -> None:
+    def test_released_on_another_stream(self, joined: RingProducer, partner: Partner) -> None:
         """Then that one's work is waited for; also where the consumer closes meanwhile."""
-        steps.join(partner, ring)
         partner.run(make_stream, "other")
         for seed in range(4):
-            steps.send(ring, seed)
+            steps.send(joined, seed)
         partner.run(steps.take)
         partner.run(hold, "other")
         partner.run(steps.give_there, "item", "other")
-        with ring.next(SECONDS) as slot:
+        with joined.next(SECONDS) as slot:
             slot.fill(7)
-        assert pending(ring.stream)
+        assert pending(joined.stream)
         partner.run(steps.close_there)
         assert partner.run(busy, "stream")
         partner.run(release)
-        assert executed(ring.stream) and partner.run(idle, "stream")
+        assert executed(joined.stream) and partner.run(idle, "stream")
 
     @pytest.mark.parametrize("kind", ["default", "per thread", "foreign"])
     def test_streams_that_are_not_ours(
@@ -170,18 +163,17 @@ class TestStreamOrder:
             assert partner.result() == list(range(1, 6))
 
     def test_capture_is_refused(
-        self, ring: RingProducer, partner: Partner, stream: sa.Stream, pool: sa.MemoryPool, gate: Gate
+        self, joined: RingProducer, partner: Partner, stream: sa.Stream, pool: sa.MemoryPool, gate: Gate
     ) -> None:
         """And goes on; nothing is lost by it."""
-        steps.join(partner, ring)
         with stream.capture("relaxed"):
-            each_raises(sa.CaptureError, lambda: ring.next().hand_off(), match="capture")
-            with pytest.raises(sa.CaptureError), ring.next() as slot:
+            each_raises(sa.CaptureError, lambda: joined.next().hand_off(), match="capture")
+            with pytest.raises(sa.CaptureError), joined.next() as slot:
                 assert slot.nbytes == SIZE
             with pytest.raises(sa.CaptureError):
                 Ring.producer(pool, SIZE, stream=stream)
         gate.hold(stream)
-        steps.send_held(ring, 1)
+        steps.send_held(joined, 1)
         with pytest.raises(sa.CaptureError, match="capture"):
             partner.run(steps.take_captured)
         gate.open()
@@ -190,17 +182,16 @@ class TestStreamOrder:
         with pytest.raises(sa.CaptureError, match="capture"):
             partner.run(steps.give_captured)
         partner.run(steps.give_there)
-        assert steps.in_flight(ring, 0)
+        assert steps.in_flight(joined, 0)
 
-    def test_synchronises_nothing(self, ring: RingProducer, partner: Partner, gate: Gate, machine: Any) -> None:
-        steps.join(partner, ring)
-        gate.hold(ring.stream)
+    def test_synchronises_nothing(self, joined: RingProducer, gate: Gate, machine: Any) -> None:
+        gate.hold(joined.stream)
         for _ in range(4):
-            with ring.next() as slot:
+            with joined.next() as slot:
                 slot.fill(1)
-        assert not ring.stream.query()
-        ring.close()
-        assert not ring.stream.query()
+        assert not joined.stream.query()
+        joined.close()
+        assert not joined.stream.query()
         gate.open()
 
 
@@ -233,18 +224,17 @@ class TestArguments:
         with pytest.raises(sa.OutOfMemoryError):
             Ring.producer(pool, 1 << 40, stream=stream)
 
-    def test_size_of_an_item(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        with ring.next() as slot:
+    def test_size_of_an_item(self, joined: RingProducer, partner: Partner) -> None:
+        with joined.next() as slot:
             for wrong in (SIZE + 1, -1):
                 with pytest.raises(ValueError, match="nbytes_used"):
                     slot.nbytes_used = wrong
             with pytest.raises(TypeError):
                 slot.nbytes_used = 1.5  # type: ignore[assignment]
             slot.nbytes_used = 0
-        each_raises(ValueError, lambda: ring.put(bytes(SIZE + 1)), match=f"{SIZE + 1:,} bytes")
-        each_raises(TypeError, lambda: ring.put(5))
-        assert ring.statistics() == (1, 0, 1, 3, 1)
+        each_raises(ValueError, lambda: joined.put(bytes(SIZE + 1)), match=f"{SIZE + 1:,} bytes")
+        each_raises(TypeError, lambda: joined.put(5))
+        assert joined.statistics() == (1, 0, 1, 3, 1)
         assert partner.run(take)[1] == 0
 
     def test_most_slots(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
