@@ -68,6 +68,17 @@ def ordered(request: pytest.FixtureRequest, get: Get) -> Library:
 
 
 @pytest.fixture
+def torch(on_cuda: bool, machine: Any) -> Any:
+    """PyTorch itself."""
+    if not on_cuda:
+        pytest.skip("PyTorch's kernels and tensors are on GPUs only")
+    module = support.library("torch")
+    if not module.cuda.is_available():
+        pytest.skip("PyTorch without CUDA")
+    return module
+
+
+@pytest.fixture
 def watchdog() -> Iterator[None]:
     """Ends the process where a test hangs in a call of C."""
     faulthandler.dump_traceback_later(60, exit=True)

@@ -35,16 +35,6 @@ def cupy(on_cuda: bool, device: sa.Device) -> Iterator[Any]:
         yield library("cupy")
 
 
-@pytest.fixture
-def torch(on_cuda: bool, machine: Any) -> Any:
-    if not on_cuda:
-        pytest.skip("kernels run on GPUs only")
-    module = library("torch")
-    if not module.cuda.is_available():
-        pytest.skip("PyTorch without CUDA")
-    return module
-
-
 @pytest.mark.parametrize("source", ["pool", "cache"])
 def test_cupy_on_two_streams(cupy: Any, device: sa.Device, pool: sa.MemoryPool, source: str) -> None:
     """An array with a slow kernel in it is dropped on another thread; another stream gets memory at once."""

@@ -11,17 +11,6 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop, ipc
-from tests import support
-
-
-@pytest.fixture
-def torch(on_cuda: bool, machine: Any) -> Any:
-    if not on_cuda:
-        pytest.skip("PyTorch's views need its own tensors, which are on GPUs only")
-    torch = support.library("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch without CUDA")
-    return torch
 
 
 @pytest.fixture
