@@ -160,7 +160,7 @@ class Opened:
 
     def shows(self, seed: int) -> bool:
         """Whether the memory has the pattern of ``seed``, as the partner reads it on the memory's stream."""
-        return bool(self.partner.run(_shows, self.name, seed))
+        return bool(self.partner.run(shows_there, self.name, seed))
 
     def write(self, seed: int) -> None:
         """Make the partner write the pattern of ``seed``, and wait for the write."""
@@ -539,7 +539,7 @@ def _share(there: There, name: str, options: dict[str, Any]) -> bytes:
     return bytes(shared)
 
 
-def _shows(there: There, name: str, seed: int) -> bool:
+def shows_there(there: There, name: str, seed: int) -> bool:
     return shows(there.kept[name], seed)
 
 

@@ -183,10 +183,6 @@ def make_held(there: There) -> None:
     there.keep("buffer", pool.allocate(MiB, there.stream)).fill(1)
 
 
-def release(there: There, gate: str = "gate") -> None:
-    there.kept[gate].open()
-
-
 def synchronize(there: There) -> None:
     there.device.synchronize()
 

@@ -14,7 +14,7 @@ from streamalloc.ipc.transport.channel import PACKET_DATA
 from tests.ipc import kinds
 from tests.ipc.exporter.test_foreign import Array
 from tests.ipc.kinds import KINDS, Made, closing
-from tests.ipc.support import PAGE, POSIX, again, busy, hold, map_and_see, release, same
+from tests.ipc.support import PAGE, POSIX, again, busy, hold, map_and_see, same
 from tests.ipc.wire.test_descriptor import OTHER
 from tests.processes import SECONDS, Partner, There
 from tests.support import MiB, executed, filled, shows
@@ -208,7 +208,7 @@ def test_a_growable_buffer_by_either_handles(buffer: vmm.GrowableBuffer, partner
     partner.run(hold)  # unmapping would wait for this
     second = partner.open(by_bytes, "second")
     assert partner.run(same, "first", "second") and first.address == second.address
-    partner.run(release)
+    partner.tell("gate", "open")
 
 
 class TestAnotherMachine:

@@ -20,7 +20,7 @@ from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.ownership import Allocations
 from tests.interleaving import interleaved
 from tests.multicast.support import all_ended
-from tests.processes import Partner, There, in_a_child
+from tests.processes import Kept, Partner, There, in_a_child
 from tests.support import (
     MiB,
     Replaced,
@@ -475,14 +475,6 @@ def shows_there(there: There, rank: int, seed: int) -> bool:
     return shows(there.kept["memory"].buffers[rank], seed)
 
 
-def put_there(there: There) -> None:
-    there.kept["memory"].put_signal(0, there.kept["ordered"])
-
-
-def wait_there(there: There) -> None:
-    there.kept["memory"].wait_signal(0, there.kept["ordered"])
-
-
 def busy_there(there: There) -> bool:
     return pending(there.kept["ordered"])
 
@@ -548,9 +540,9 @@ class TestInTwoProcesses(InTwoProcesses):
         stream = streams[0]
         memory.wait_signal(1, stream)
         assert pending(stream)
-        partner.run(put_there)
+        partner.tell("memory", "put_signal", 0, Kept("ordered"))
         assert executed(stream)
-        partner.run(wait_there)
+        partner.tell("memory", "wait_signal", 0, Kept("ordered"))
         assert partner.run(busy_there)
         memory.put_signal(1, stream)
         assert not partner.run(busy_there)

@@ -14,7 +14,7 @@ import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.ipc.wire.descriptor import Mechanism
 from streamalloc.testing import Gate, settle
-from tests.ipc.support import PAGE, POSIX, busy, hold, idle, make_buffer, release
+from tests.ipc.support import PAGE, POSIX, busy, hold, idle, make_buffer
 from tests.processes import Partner, There, holds_there
 from tests.support import MiB, each_raises, eventually, pattern, read
 
@@ -371,7 +371,7 @@ def test_work_over_there(library: Library, partner: Partner) -> None:
     opened.close()
     settle()
     assert library.alive
-    partner.run(release)
+    partner.tell("gate", "open")
     assert partner.run(idle) and all_freed(library)
 
 

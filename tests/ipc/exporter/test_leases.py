@@ -49,7 +49,7 @@ class TestFreeWhileItIsOpen:
         partner.run(steps.make_stream, "second")
         opened = partner.give(buffer, on="second")
         partner.kept("second")
-        partner.run(_close_stream, "second")
+        partner.tell("second", "close")
         buffer.free()
         opened.drop()
         assert uses(pool, 0)
@@ -124,10 +124,6 @@ def _has_let_go(there: There) -> bool:
     return not any(isinstance(item, _CloseDropped) for item in items)
 
 
-def _close_stream(there: There, name: str) -> None:
-    there.kept.pop(name).close()
-
-
 def test_messages_that_were_opened_or_dropped_keep_nothing(buffer: sa.Buffer) -> None:
     ours, theirs = ipc.Channel.pair()
     opened = []
@@ -154,7 +150,7 @@ class TestPolicies:
         opened.close()
         buffer.free(still_imported="wait", timeout=SECONDS)
         assert pending(buffer.stream)
-        partner.run(steps.release)
+        partner.tell("gate", "open")
         assert executed(buffer.stream)
 
     def test_unknown(self, buffer: Any) -> None:
@@ -186,7 +182,7 @@ def waits(pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, *copies: str
     with pool.allocate(SIZE, stream) as other:
         other.fill(9)
         assert pending(stream)
-        partner.run(steps.release)
+        partner.tell("gate", "open")
         assert executed(stream) and holds(other, 9)
         return all(partner.run(_copy_holds, copy, 7) for copy in copies)
 
@@ -226,7 +222,7 @@ class TestWorkOfImporters:
         partner.run(steps.hold, "second")
         partner.run(_copy_of, "one", "copy", "second")
         first.close()
-        partner.run(_close_stream, "second")
+        partner.tell("second", "close")
         second.close()
         buffer.free()
         assert waits(pool, buffer.stream, partner, "copy")

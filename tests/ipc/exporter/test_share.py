@@ -281,7 +281,7 @@ class TestEvents:
             assert not event.query()
             stream.wait(event)
             assert not stream.query()
-            partner.run(steps.release)
+            partner.tell("gate", "open")
             event.synchronize()
         stream.synchronize()
 

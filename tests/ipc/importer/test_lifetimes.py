@@ -93,7 +93,7 @@ def test_a_close_on_another_thread_comes_after_the_work_of_the_opening_one(
     buffer.free()
     other = pool.allocate(SIZE, stream)
     assert pending(stream)
-    one.run(steps.release)
+    one.tell("gate", "open")
     assert executed(stream)
     other.free()
     assert uses(pool, 0)

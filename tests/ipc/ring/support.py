@@ -31,19 +31,6 @@ def take(there: There, ring: str = "ring", name: str = "item", timeout: float | 
     return item.index, item.nbytes
 
 
-def value_there(there: There, name: str = "item") -> int:
-    value: int = there.kept[name]._value
-    return value
-
-
-def give_there(there: There, name: str = "item", on: str | None = None) -> None:
-    there.kept[name].release(None if on is None else there.kept[on])
-
-
-def shows_there(there: There, name: str, seed: int) -> bool:
-    return shows(there.kept[name], seed)
-
-
 def close_there(there: There, name: str = "ring") -> None:
     there.kept.pop(name).close()
 

@@ -22,8 +22,8 @@ from streamalloc.ipc.ring import producer as producer_module
 from streamalloc.testing import Gate
 from tests.ipc.ring import support as steps
 from tests.ipc.ring.support import SIZE
-from tests.ipc.support import hold, no_more, release, state, synchronize
-from tests.processes import SECONDS, Partner, There, holds_there, in_a_child
+from tests.ipc.support import hold, no_more, state, synchronize
+from tests.processes import SECONDS, Partner, There, holds_there, in_a_child, shows_there
 from tests.support import each_raises, eventually, executed, pending, soon
 
 
@@ -62,9 +62,9 @@ class TestClose:
         assert pending(stream)
         with sa.MemoryPool(stream.device) as other, other.allocate(64, stream) as after:
             after.fill(1)
-        partner.run(release)
+        partner.tell("gate", "open")
         assert executed(stream)
-        assert partner.run(steps.shows_there, "copy", 1)
+        assert partner.run(shows_there, "copy", 1)
         assert eventually(lambda: pool.statistics().used == 0)
 
     def test_in_a_block(self, joined: RingProducer) -> None:
@@ -128,7 +128,7 @@ class TestClose:
         each_raises(sa.ClosedError, slot.hand_off)
         slot.give_back()
         partner.run(steps.take)
-        assert partner.run(steps.shows_there, "item", 1)
+        assert partner.run(shows_there, "item", 1)
         stream.synchronize()
         with pytest.raises(EOFError):
             partner.run(steps.take)
@@ -144,7 +144,7 @@ class TestClose:
         del slot
         ring.close()
         partner.run(steps.take)
-        assert partner.run(steps.shows_there, "item", 1)
+        assert partner.run(shows_there, "item", 1)
         partner.run(steps.close_there)
         device.synchronize()
         assert eventually(lambda: pool.statistics().used == 0)
@@ -161,7 +161,7 @@ class TestClose:
                 for seed in range(5):
                     steps.send(ring, seed)
                     partner.run(steps.take)
-                    partner.run(steps.give_there)
+                    partner.tell("item", "release")
                 steps.send(ring, 6)
                 steps.join(partner, ring, "other")
                 steps.send(ring, 7)
@@ -225,7 +225,7 @@ class TestKilledConsumer:
             steps.send(ring, SIZE, SIZE)
         dies.run(steps.take, "ring", "one")
         dies.run(steps.take, "ring", "two")
-        dies.run(steps.give_there, "two")
+        dies.tell("two", "release")
         dies.kill()
         self.all_gone(ring)
         self.check_goes_on(ring, partner, 4, 2)
@@ -238,7 +238,7 @@ class TestKilledConsumer:
         ring.stream.synchronize()
         index, _ = dies.run(steps.take)
         dies.run(hold)
-        dies.run(steps.give_there)
+        dies.tell("item", "release")
         slot = ring.next(SECONDS)
         assert slot.index == index
         slot.fill(9)

@@ -11,9 +11,9 @@ from streamalloc.ipc import Ring, RingProducer
 from streamalloc.ipc.ring.protocol import ANSWER, END, HELLO, MAGIC, PACKET, VERSION
 from streamalloc.testing import Gate
 from tests.ipc.ring import support as steps
-from tests.ipc.ring.support import SIZE, bytes_there, join, refused, send, shows_there, take, value_there
-from tests.ipc.support import busy, hold, idle, make_stream, release, synchronize
-from tests.processes import SECONDS, Partner, holds_there
+from tests.ipc.ring.support import SIZE, bytes_there, join, refused, send, take
+from tests.ipc.support import busy, hold, idle, make_stream, synchronize
+from tests.processes import SECONDS, Kept, Partner, holds_there, shows_there
 from tests.support import each_raises, executed, filled, pattern, pending
 
 
@@ -44,7 +44,7 @@ class TestItems:
             filled(slot, 3)
             slot.nbytes_used = 100
         assert partner.run(steps.take)[1] == 100
-        assert partner.run(steps.shows_there, "item", 3)
+        assert partner.run(shows_there, "item", 3)
         with joined.next() as slot:
             assert slot.nbytes_used == SIZE
         assert partner.run(steps.take, "ring", "other")[1] == SIZE
@@ -85,7 +85,7 @@ class TestIteration:
             partner.run(steps.take)
             ring.close()
             assert partner.run(steps.iterate, 1) == 0
-            assert partner.run(steps.shows_there, "item", 2)
+            assert partner.run(shows_there, "item", 2)
 
 
 class TestStreamOrder:
@@ -93,8 +93,8 @@ class TestStreamOrder:
         """The item is there before its contents; what reads it waits by itself."""
         steps.send(joined, 1)
         partner.run(steps.take)
-        assert partner.run(steps.shows_there, "item", 1)
-        partner.run(steps.give_there)
+        assert partner.run(shows_there, "item", 1)
+        partner.tell("item", "release")
         gate.hold(joined.stream)
         for seed in (2, 3):
             steps.send_held(joined, seed)
@@ -117,9 +117,9 @@ class TestStreamOrder:
             assert slot.index == where
             slot.fill(9)
         assert pending(joined.stream)
-        partner.run(release)
+        partner.tell("gate", "open")
         assert executed(joined.stream)
-        assert partner.run(steps.shows_there, "copy", 1)
+        assert partner.run(shows_there, "copy", 1)
         partner.run(steps.take, "ring", "next")
         assert partner.run(holds_there, "next", 9)
         for one in spare:
@@ -132,13 +132,13 @@ class TestStreamOrder:
             steps.send(joined, seed)
         partner.run(steps.take)
         partner.run(hold, "other")
-        partner.run(steps.give_there, "item", "other")
+        partner.tell("item", "release", Kept("other"))
         with joined.next(SECONDS) as slot:
             slot.fill(7)
         assert pending(joined.stream)
         partner.run(steps.close_there)
         assert partner.run(busy, "stream")
-        partner.run(release)
+        partner.tell("gate", "open")
         assert executed(joined.stream) and partner.run(idle, "stream")
 
     @pytest.mark.parametrize("kind", ["default", "per thread", "foreign"])
@@ -181,7 +181,7 @@ class TestStreamOrder:
         assert partner.run(holds_there, "item", 1)
         with pytest.raises(sa.CaptureError, match="capture"):
             partner.run(steps.give_captured)
-        partner.run(steps.give_there)
+        partner.tell("item", "release")
         assert steps.in_flight(joined, 0)
 
     def test_synchronises_nothing(self, joined: RingProducer, gate: Gate, machine: Any) -> None:
@@ -325,6 +325,6 @@ class TestStrangers:
         where = send(ring, 1)
         partner.run(take)
         # The words of a slot go on from ring to ring.
-        channel.send(PACKET.pack(1, where, 1, partner.run(value_there) + 1, 10))
+        channel.send(PACKET.pack(1, where, 1, partner.kept("item").ask("_value") + 1, 10))
         with pytest.raises(ipc.ProtocolError):
             partner.run(take)
