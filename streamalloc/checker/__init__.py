@@ -4,11 +4,11 @@ How a hazard is found, for the race of ``cuMemsetD8Async(x, ..., b)`` with earli
 
 1. ``wrapper.CheckedDriver._observe`` gets the call of the program. Its ``_call`` forwards the call to the wrapped
    driver between ``Recorder.begin_call`` and ``Recorder.end_call``.
-2. Both look up the rule of the call in ``rules.table.RULES`` and run it in their turn (``_Turn.alone``). A rule is a
+2. Both run the rule of the call, from ``rules.table.RULES``, in their turn (``_record``, ``_Turn.alone``). A rule is a
    generator or a function. A generator (``Rule.around``) yields where the driver makes the call. ``begin_call`` runs
-   its first half, the code before the ``yield`` (``_before``, ``_apply``, ``uses.run_before``). ``end_call`` sends the
-   driver's answer to the ``yield``, which runs the second half (``_after``). A function (``Rule.after``) is called by
-   ``_after`` if the driver call has succeeded.
+   its first half, the code before the ``yield`` (``_apply``, ``uses.run_before``). ``end_call`` sends the driver's
+   answer to the ``yield``, which runs the second half (``_after``). A function (``Rule.after``) is called by ``_after``
+   if the driver call has succeeded.
 3. The first half of the rule (here in ``rules.work``) finds the memory (``uses.look_up``), and reports memory that is
    freed already (``uses.stale``). The second half queues a use of it (``uses.queue_use``).
    ``clocks.Timeline.submit`` runs ``uses.check_uses`` once everything before the use is known; during the call, unless

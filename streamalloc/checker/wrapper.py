@@ -174,7 +174,7 @@ class Recorder:
         rule = RULES.get(name)
         if name not in ENDERS and (rule is None or rule.around is None):
             return uses.nothing
-        return self._record(self._before, name, args, undo=self._end_unmade)
+        return self._record(self._apply, name, args, True, undo=self._end_unmade)
 
     def end_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], rest: uses.Rest) -> None:
         """Apply the part of a rule that follows the call, and deliver its hazards.
@@ -242,17 +242,11 @@ class Recorder:
         """Call ``step`` in a turn, and deliver the hazards that it finds. Returns the result of ``step``. ``undo`` is
         called with this result if a hazard raises.
         """
-        result: T
-        result, fresh = self._turn.alone(self._found, step, args)
+        # The hazards are taken in the same turn, so that no other thread delivers them.
+        result, fresh = self._turn.alone(lambda: (step(*args), self._reports.take() if self._reports.found else []))
         if fresh:
             self._reports.deliver(fresh, None if undo is None else partial(undo, result))
         return result
-
-    def _found(self, step: Callable[..., T], args: tuple[Any, ...]) -> tuple[T, list[Hazard]]:
-        """Call ``step``. Returns its result and the hazards that it finds. They are taken in the same turn, so that no
-        other thread delivers them.
-        """
-        return step(*args), self._reports.take() if self._reports.found else []
 
     def _skipped(self, name: str, answer: tuple[Any, ...]) -> None:
         """Add a note for a successful call that has no rule, and that may use memory or order work: it was not
@@ -260,10 +254,6 @@ class Recorder:
         """
         if name in UNKNOWN and not answer[0]:
             self._turn.alone(self.state.notes.add, "calls", name)
-
-    def _before(self, name: str, args: tuple[Any, ...]) -> uses.Rest | None:
-        """Return the steps of the rule that follow the call; None: the call must not be made."""
-        return None if self._ends_unknown(name, args) else self._apply(name, args)
 
     def _end_unmade(self, rest: uses.Rest | None) -> None:
         """End the rule of a call that is not made because of a hazard, as if the driver had refused the call."""
@@ -278,7 +268,12 @@ class Recorder:
         self._refuse(name, handle)
         return True
 
-    def _apply(self, name: str, args: tuple[Any, ...]) -> uses.Rest:
+    def _apply(self, name: str, args: tuple[Any, ...], can_prevent: bool) -> uses.Rest | None:
+        """Run the steps of a rule that precede the call. Returns the steps that follow it; None if the call must not be
+        made, which is tested with ``can_prevent``.
+        """
+        if can_prevent and self._ends_unknown(name, args):
+            return None
         self.state.look()
         rule = RULES.get(name)
         if rule is None or rule.around is None:
@@ -305,7 +300,7 @@ class Recorder:
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
         """Record a call that was made already: by a finaliser while a rule ran, or by code whose calls are fed."""
-        self._after(name, args, answer, self._apply(name, args))
+        self._after(name, args, answer, self._apply(name, args, False) or uses.nothing)
 
     # -- handles -----------------------------------------------------------------------------------------------
 
