@@ -429,19 +429,13 @@ class Imports:
         returns. Raises the errors of ``take`` and of :meth:`ControlBlock.attach`.
         """
         block = self.blocks.get(name)
-        if block is not None:
-            return block
-        self.release_ended()
-        fd = take(name)
-        try:
-            with self.lock:
+        if block is None:
+            self.release_ended()
+            with take(name) as fd, self.lock:
                 block = self.blocks.get(name)
                 if block is None:
                     block = self.blocks[name] = ControlBlock.attach(self.session, fd, name)
-            return block
-        finally:
-            if block is None or block.fd is not fd:
-                fd.close()
+        return block
 
     def pool(self, described: Descriptor, take: Callable[[bytes], Fd]) -> PoolImport:
         """Return the pool that a descriptor names; the first call imports the file descriptor that ``take`` returns for

@@ -137,9 +137,8 @@ class RingConsumer(RingEnd):
             fd, *handles = message.handles
             memory = open_shared(first.descriptor, handles, stream=stream, driver=driver)
             with undoing(memory.close):
-                block = imports_of(self._session).control_block(first.block, lambda _: fd)
-                if block.fd is not fd:
-                    fd.close()
+                with fd:
+                    block = imports_of(self._session).control_block(first.block, lambda _: fd)
                 if not isinstance(memory, ImportedBuffer) or memory.nbytes < first.stride * len(first.numbers):
                     raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
                 self.slots: int = len(first.numbers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from secrets import token_bytes
@@ -169,15 +168,12 @@ class OpenEpoch:
 
     def _import(self, session: Session, sizes: list[int], ready: str, handles: tuple[Fd, ...]) -> None:
         if ready:
-            self._find_block(session, handles[0], *ready.split())
+            name, *numbers = ready.split()
+            slot, generation, value = map(int, numbers)
+            block = imports_of(session).control_block(bytes.fromhex(name), lambda _: handles[0])
+            self.ready = Announcement(block, block.exporter_words(slot), generation, value)
         for fd, nbytes in zip(handles[bool(ready) :], sizes, strict=True):
             self.chunks.append(import_memory(session, fd, nbytes, alike=self.chunks[0] if self.chunks else None))
-
-    def _find_block(self, session: Session, fd: Fd, name: str, *numbers: str) -> None:
-        slot, generation, value = map(int, numbers)
-        block = imports_of(session).control_block(bytes.fromhex(name), lambda _: Fd(os.dup(fd.fileno())))
-        assert block is not None
-        self.ready = Announcement(block, block.exporter_words(slot), generation, value)
 
     @property
     def nbytes(self) -> int:

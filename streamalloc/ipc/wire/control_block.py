@@ -312,7 +312,7 @@ class ControlBlock:
     @classmethod
     def attach(cls, session: Session, fd: Fd, name: bytes) -> ControlBlock:
         """Map the control block in the file ``fd``, which was received from the exporter, and take a free importer
-        column.
+        column. The caller closes ``fd``.
 
         Raises
         ------
@@ -323,7 +323,7 @@ class ControlBlock:
         """
         if not _is_block(fd, name):
             raise ValueError("the file descriptor that came with the message is not its control block")
-        block = cls(session, fd, name)
+        block = cls(session, Fd(os.dup(fd.fileno())), name)
         for importer in range(IMPORTERS):
             if try_lock(block._own.fileno(), 1 + importer):
                 # An importer that died may have had this index, and may have left allocations open.
