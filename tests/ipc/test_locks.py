@@ -87,7 +87,7 @@ def _one_control_block(block: ControlBlock, importer: Imports) -> Any:
     def attach(_: None) -> object:
         return importer.control_block(block.id, lambda _: ipc.Fd(os.dup(block.fd.fileno())))
 
-    return Imports.control_block, importer.blocks.clear, attach
+    return Imports._once, importer.blocks.clear, attach
 
 
 @pytest.mark.parametrize("kind", ONCE)
@@ -224,7 +224,7 @@ class TestImporter:
     @pytest.mark.parametrize(
         ("function", "call"),
         [
-            (Imports.pool, "cuMemPoolImportFromShareableHandle"),
+            (Imports._once, "cuMemPoolImportFromShareableHandle"),
             (imported.ImportedBuffer.__init__, "cuMemPoolImportPointer"),
         ],
     )

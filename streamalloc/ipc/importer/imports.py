@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from streamalloc.core.errors import StaleDescriptorError, error_from, is_gone, size_text, warn
 from streamalloc.core.internal import (
@@ -37,6 +37,8 @@ from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Fla
 from streamalloc.pool.internal import OnceIdle
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_exported, import_memory
+
+T = TypeVar("T")
 
 _LAZY_PEER_ACCESS = 1
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
@@ -428,28 +430,24 @@ class Imports:
         """Return the control block with the id ``name`` (16 bytes). The first call maps the file that ``take(name)``
         returns. Raises the errors of ``take`` and of :meth:`ControlBlock.attach`.
         """
-        block = self.blocks.get(name)
-        if block is None:
+        return self._once(self.blocks, name, take, lambda fd: ControlBlock.attach(self.session, fd, name))
+
+    def pool(self, name: bytes, take: Callable[[bytes], Fd]) -> PoolImport:
+        """Return the pool with the id ``name`` (16 bytes). The first call imports the file descriptor that
+        ``take(name)`` returns. The pool stays in :attr:`pools`, because later descriptors may come without its handle.
+        Raises the errors of ``take`` and of :meth:`import_pool`.
+        """
+        return self._once(self.pools, name, take, lambda fd: self.import_pool(fd.fileno()))
+
+    def _once(self, table: dict[bytes, T], name: bytes, take: Callable[[bytes], Fd], make: Callable[[Fd], T]) -> T:
+        found = table.get(name)
+        if found is None:
             self.release_ended()
             with take(name) as fd, self.lock:
-                block = self.blocks.get(name)
-                if block is None:
-                    block = self.blocks[name] = ControlBlock.attach(self.session, fd, name)
-        return block
-
-    def pool(self, described: Descriptor, take: Callable[[bytes], Fd]) -> PoolImport:
-        """Return the pool that a descriptor names; the first call imports the file descriptor that ``take`` returns for
-        the pool's id. The pool stays in :attr:`pools`, because later descriptors may come without its handle. Raises
-        the errors of ``take`` and of :meth:`import_pool`.
-        """
-        pool = self.pools.get(described.origin)
-        if pool is None:
-            self.release_ended()
-            with take(described.origin) as fd, self.lock:
-                pool = self.pools.get(described.origin)
-                if pool is None:
-                    pool = self.pools[described.origin] = self.import_pool(fd.fileno())
-        return pool
+                found = table.get(name)
+                if found is None:
+                    found = table[name] = make(fd)
+        return found
 
     def import_pool(self, fd: int) -> PoolImport:
         """Import the pool of the file descriptor ``fd`` (``cuMemPoolImportFromShareableHandle``). ``fd`` stays open.

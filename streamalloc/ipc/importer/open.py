@@ -285,22 +285,22 @@ def _open_allocation(received: Received, pool: PoolImport | None = None) -> Impo
 
 def _open_pointer(received: Received) -> ImportedBuffer:
     imports, described = received.imports, received.described
-    known = described.origin in imports.pools
+    known = imports.pools.get(described.origin)
     try:
-        pool = imports.pool(described, received.take)
+        pool = known or imports.pool(described.origin, received.take)
         pool.watch(received.block, described.pool_mark)
         return _open_allocation(received, pool)
     except (StaleDescriptorError, CaptureError):
         raise
     except BaseException:
-        if not known:
+        if known is None:
             # The handle may be of another pool than the descriptor says, so no later open may use this pool.
             imports.pools.pop(described.origin, None)
         raise
 
 
 def _open_pool(received: Received) -> ImportedPool:
-    pool = received.imports.pool(received.described, received.take)
+    pool = received.imports.pool(received.described.origin, received.take)
     opened = ImportedPool(pool, received.device)
     pool.watch(received.block, received.described.pool_mark)
     return opened
