@@ -278,7 +278,7 @@ class Checked(Driver, Protocol):
         """
 
     def leaks(self) -> list[Hazard]:
-        """Return one hazard for each line of the program that created memory or handles which are not released."""
+        """Return one hazard for each line of the program that allocated memory which is not freed."""
 
     def assert_nothing_left(self) -> None:
         """Raise :class:`DriverMisuseError` with a list of the handles that are not released, if there are any."""

@@ -210,8 +210,8 @@ def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitia
     Checked
         A driver. ``hazards`` is a list of hazards, one for each pair of lines of the program. ``notes`` has texts on
         what was not checked. ``outstanding()`` returns the handles that are not released, and ``leaks()`` one hazard
-        for each line that created such handles. ``assert_nothing_left()`` raises if there are any. Memory that a graph
-        allocates is not counted.
+        for each line that allocated memory which is not freed. ``assert_nothing_left()`` raises if handles are not
+        released. Memory that a graph allocates is not counted.
 
     Raises
     ------
