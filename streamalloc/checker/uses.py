@@ -281,30 +281,20 @@ def look_up(state: State, used: Iterable[Use]) -> Found:
     return found
 
 
-def present(state: State, found: Found) -> Pieces:
-    """Return the parts of ranges, without freed ranges whose addresses other memory may have now. Memory that was not
-    allocated through this checker gets a note.
+def present(state: State, found: Found, *, in_graph: bool = False, gone: bool = False) -> Pieces:
+    """Return the parts of ranges that a use has. Memory that the driver knows, and that was not allocated through this
+    checker, gets a note.
+
+    ``in_graph``: also return pageable memory that a node of a graph reads, because each launch reads it when the launch
+    runs. ``gone``: also return freed ranges whose addresses other memory may have now.
     """
-    if found.elsewhere:
-        note_unknown(state, found)
-    return [one for one in found.pieces if not one[0][0].vacated]
-
-
-def note_unknown(state: State, found: Found) -> None:
-    """Add a note on memory that the driver knows and that was not allocated through this checker."""
-    for at, _, _ in found.elsewhere:
+    pieces = [one for one in found.pieces if gone or not one[0][0].vacated]
+    for at, nbytes, write in found.elsewhere:
         if not state.is_pageable(at):
             state.notes.add("memory")
-
-
-def present_in_graph(state: State, found: Found) -> Pieces:
-    """Return the parts of ranges that a node of a graph uses.
-
-    Pageable memory that the node reads is among these parts, because each launch reads it when the launch runs.
-    """
-    read = ((at, nbytes) for at, nbytes, write in found.elsewhere if not write)
-    pageable = [Range(at, nbytes, PAGEABLE, stack=state.place()) for at, nbytes in read if state.is_pageable(at)]
-    return [*present(state, found), *(((one, one.base, one.end), False) for one in pageable)]
+        elif in_graph and not write:
+            pieces.append(((Range(at, nbytes, PAGEABLE, stack=state.place()), at, at + nbytes), False))
+    return pieces
 
 
 def prepare(state: State, pieces: Pieces) -> None:
@@ -327,9 +317,8 @@ def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int
     it does not race other such kernels.
     """
     stack, used = state.place(), [(address, nbytes, write)]
-    found = look_up(state, used)
-    note_unknown(state, found)
-    queue_use(state, stream, TrackedNode("use", KERNEL, stack, found.pieces, kernel=True, atomic=atomic))
+    pieces = present(state, look_up(state, used), gone=True)
+    queue_use(state, stream, TrackedNode("use", KERNEL, stack, pieces, kernel=True, atomic=atomic))
     check_extent(state, f"{KERNEL} on {stream.name}", used, stack, stream not in state.streams.captures)
 
 

@@ -191,7 +191,7 @@ def _filled(state: State, one: Any) -> list[Use]:
 
 
 def _work_node(named: Callable[[State, Any], Iterable[Use]], state: State, params: Any) -> list[TrackedNode]:
-    return [TrackedNode("use", pieces=uses.present_in_graph(state, uses.look_up(state, named(state, params))))]
+    return [TrackedNode("use", pieces=uses.present(state, uses.look_up(state, named(state, params)), in_graph=True))]
 
 
 def _allocation_node(state: State, params: Any) -> list[TrackedNode]:

@@ -68,10 +68,11 @@ def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> A
             # Before such a copy the driver waits for the earlier work. It does not wait for the copy itself, whose
             # bytes may still be on the way when the call returns.
             uses.host_waited_for(state, stream)
-        present = uses.present_in_graph if stream in state.streams.captures else uses.present
-        uses.queue_use(state, stream, TrackedNode("use", name, state.place(), present(state, found)))
+        captured = stream in state.streams.captures
+        pieces = uses.present(state, found, in_graph=captured)
+        uses.queue_use(state, stream, TrackedNode("use", name, state.place(), pieces))
         memory.then(stream)
-        if stream not in state.streams.captures and _host_waits(state, memory.sides, waits):
+        if not captured and _host_waits(state, memory.sides, waits):
             uses.host_waited_for(state, stream)
 
     return rule
