@@ -17,11 +17,10 @@ import numpy as np
 from typing_extensions import TypeVar
 
 from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing
-from streamalloc.core.internal import Device, Event, Fd, Stream, StreamLike, as_stream
+from streamalloc.core.internal import Device, Event, Fd, Stream, StreamLike, as_stream, session_for
 from streamalloc.core.properties import MemAccess, checked_type
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
-from streamalloc.driver import default as default_driver
 from streamalloc.ipc.importer.imported import Announcement, ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
 from streamalloc.ipc.importer.imports import Import, Imports, LeaseUse, PoolImport, imports_of
 from streamalloc.ipc.transport.channel import Channel
@@ -102,9 +101,7 @@ def open(
     CudaError
         The driver refuses a handle.
     """
-    session = session_of(stream) if isinstance(stream, Stream) else None
-    if session is None or (driver is not None and session.driver is not driver):
-        session = Session.of(driver if driver is not None else default_driver())
+    session = session_of(stream) if driver is None and isinstance(stream, Stream) else session_for(None, driver)
     received = Received(session, handles, data, stream)
     try:
         described = received.described
@@ -167,11 +164,7 @@ class Received:
     """
 
     def __init__(self, session: Session, handles: Sequence[Fd], data: bytes, stream: StreamLike | None) -> None:
-        # Handles that this process has shared itself are replaced by duplicates: the originals must stay open, because
-        # the process may share the memory again.
-        ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
-        given = [checked_type("handles", fd, Fd) for fd in handles] if handles else []
-        self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in given]
+        self._given = _taken_over(handles) if handles else []
         self._by_id: dict[bytes, Fd] = {}
         self._mark: Mark | None = None
         """The mark of the hold. None before :meth:`attach`, if there is no hold, or if it has a pipe."""
@@ -256,6 +249,15 @@ class Received:
             self._mark.clear()
         for fd in (*self._given, *self._by_id.values()):
             fd.close()
+
+
+def _taken_over(handles: Sequence[Fd]) -> list[Fd]:
+    """Return the handles of a message for this process to close. Handles that this process has shared itself are
+    replaced by duplicates: the originals must stay open, because the process may share the memory again.
+    """
+    ours = {id(reference()) for reference in published.valuerefs()}
+    given = [checked_type("handles", fd, Fd) for fd in handles]
+    return [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in given]
 
 
 def _waiting_stream(stream: StreamLike, session: Session) -> Stream:

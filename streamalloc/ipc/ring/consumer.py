@@ -8,11 +8,10 @@ from typing import Any, NoReturn
 from typing_extensions import Self
 
 from streamalloc.core.errors import ClosedError, undoing
-from streamalloc.core.internal import Stream, StreamLike, as_stream, in_order_of, ordered_after
+from streamalloc.core.internal import Stream, StreamLike, as_stream, in_order_of, ordered_after, session_for
 from streamalloc.core.properties import checked_type
-from streamalloc.core.session import Session, refuse_after_fork, session_of
+from streamalloc.core.session import refuse_after_fork, session_of
 from streamalloc.driver import Driver
-from streamalloc.driver import default as default_driver
 from streamalloc.ipc.importer.imported import Announcement, ImportedBuffer
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.importer.open import open as open_shared
@@ -118,9 +117,8 @@ class RingConsumer(RingEnd):
         self, channel: Channel, stream: StreamLike | None, timeout: float | None, driver: Driver | None
     ) -> None:
         checked_type("channel", channel, Channel)
-        if driver is None:
-            driver = session_of(stream).driver if isinstance(stream, Stream) else default_driver()
-        super().__init__(Session.of(driver))
+        own = session_of(stream) if driver is None and isinstance(stream, Stream) else None
+        super().__init__(own or session_for(None, driver))
         self._channel = channel
         self._receive: Any = channel.receive
         self._again: bytes | None = None
@@ -135,7 +133,7 @@ class RingConsumer(RingEnd):
             message = channel.receive(timeout=timeout)
             first = Introduction.of(message)
             fd, *handles = message.handles
-            memory = open_shared(first.descriptor, handles, stream=stream, driver=driver)
+            memory = open_shared(first.descriptor, handles, stream=stream, driver=self._session.driver)
             with undoing(memory.close):
                 with fd:
                     block = imports_of(self._session).control_block(first.block, lambda _: fd)
