@@ -309,7 +309,7 @@ class AddressRange(OwnsNode, Drawn):
         entries = self._node.table()
         if entries:
             raise ValueError(f"{self!r} has {counted(len(entries), 'mapping')}: unmap() before addresses are freed")
-        self._node.allocations.end(self._node)
+        self._node.end()
 
     def draw(self, width: int = 64) -> str:
         """Return a drawing of the range as text of at most ``width`` characters; :class:`AddressRange` explains the

@@ -5,6 +5,10 @@ multicast object owns its bindings. Each driver resource is a :class:`Node`, whi
 released once its owner was closed or dropped, the work that may use the resource is done, and all nodes of
 :attr:`Node.first` are released.
 
+An owner that is closed calls :meth:`Node.end`, an owner that is dropped :meth:`Node.drop`. Both record that the node is
+given up, and make an :meth:`~Node.attempt` now or later: if nothing must come first, it makes the driver call
+(:meth:`~Node.release`) and removes the node from all tables (:meth:`~Node.forget`).
+
 Driver 580 requires this order for multicast objects, whatever is closed or dropped first: unbind the memory, unmap and
 release the multicast object, release the memory that was bound to it, free the addresses. Otherwise the process
 crashes, or the addresses cannot be freed. Without multicast, a mapping and the handle of its memory may be released in
@@ -22,7 +26,6 @@ from __future__ import annotations
 
 import abc
 import enum
-import functools
 import os
 import stat
 import time
@@ -63,24 +66,15 @@ class Kind(enum.Enum):
     """A reserved range of addresses."""
 
 
-def _fence_since(session: Session, dropped: int) -> Fence:
-    """Return a fence that covers at least the work that was queued on known streams at the time ``dropped``
-    (``time.monotonic_ns``).
-
-    All nodes that were dropped before the latest fence was made share this fence, so a thousand nodes need only one
-    event per stream.
+class Node(Deferred):
+    """One driver resource, such as a mapping or a handle, that will be released. If it cannot be released yet, the node
+    is an item of the deferred queue.
     """
-    allocations = allocations_of(session)
-    latest = allocations.latest_fence
-    if latest is None or latest.began <= dropped:
-        allocations.latest_fence = latest = Fence(session)
-    return latest
-
-
-class Node:
-    """One driver resource, such as a mapping or a handle, that will be released."""
 
     __slots__ = ("_busy", "_dropped", "_fence", "first", "given_up", "gone", "kind")
+
+    allocations: Allocations
+    """State of the driver. A :class:`Team` has none, because it is never submitted."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind: Kind = kind
@@ -117,19 +111,69 @@ class Node:
             self.first.pop(node, None)
         return False
 
-    def in_use(self, session: Session) -> bool:
+    def in_use(self) -> bool:
         """Return whether work may still use the resource, because it was queued when the owner was dropped and is not
         done. Return False if the owner was closed, because the close has waited for the work.
         """
         if self._dropped is None or not self.users:
             return False
         if self._fence is None:
-            self._fence = _fence_since(session, self._dropped)
+            self._fence = self.allocations.fence_since(self._dropped)
         return not self._fence.done()
 
     def give_up(self) -> None:
         """Record that the owner was closed or dropped. Idempotent."""
         self.given_up = True
+
+    def drop(self) -> None:
+        """Submit the node of a dropped owner to the deferred queue, which releases it after the work that is queued
+        now. Takes no lock, so finalisers can call this method.
+        """
+        self._dropped = time.monotonic_ns()
+        # Now, and not in the attempt: an item that is attempted earlier may then release what this node owns.
+        self.give_up()
+        self.allocations.deferred.submit(self)
+
+    def end(self) -> None:
+        """Release the node of a closed owner now. If other nodes must be released first, the deferred queue releases
+        this node later.
+
+        Raises
+        ------
+        CudaError
+            The driver refused to release the resource, which stays usable.
+        """
+        before, self.given_up = self.given_up, True
+        try:
+            gone = self.attempt()
+        except BaseException:
+            if not self.gone:
+                self.given_up = before
+            raise
+        if not gone:
+            self.allocations.deferred.submit(self)
+
+    def attempt(self) -> bool:
+        """Release what this node owns, then the node itself, unless work must finish or other nodes must be released
+        first. Returns whether the node is released. Raises CudaError.
+
+        Only one thread at a time does this for a node: two threads would call the driver twice with one handle.
+        """
+        with self.allocations.lock:
+            mine = not (self.gone or self._busy)
+            self._busy = self._busy or mine
+        if mine:
+            try:
+                if not self.in_use():
+                    # All are attempted, also after the driver has refused one.
+                    undo_all(one.attempt for one in self.owned())
+                    if not self.waits:
+                        self.release()
+            finally:
+                self._busy = False
+        if self.gone:
+            self.forget()
+        return self.gone
 
     def owned(self) -> Sequence[Node]:
         """Return the mappings or bindings that this node owns, which are released first, in this order."""
@@ -142,7 +186,10 @@ class Node:
         self.gone = True
 
     def forget(self) -> None:
-        """Remove the node from the tables that contain it, after its release. Idempotent."""
+        """Record that the resource is released or no longer exists: remove the node from the tables that contain it.
+        Idempotent.
+        """
+        self.gone = True
 
 
 class Team(Node):
@@ -240,7 +287,7 @@ class OwnsNode(Closes, Shown):
     def __del__(self) -> None:
         node: HandleNode | None = getattr(self, "_node", None)
         if node is not None and node._raw is not None and not node.given_up and node.allocations.session.usable:
-            node.allocations.drop(node)
+            node.drop()
 
 
 class AllocationHandle(HandleNode):
@@ -304,6 +351,7 @@ class AllocationHandle(HandleNode):
 
     def forget(self) -> None:
         """Remove this node from the state of its driver handle, and drop the objects in :attr:`kept`."""
+        super().forget()
         self.kept.clear()
         self.state.handles.pop(self, None)
         self.allocations.forget(self.state)
@@ -403,77 +451,21 @@ class Allocations:
         if not state.handles and not state.mappings and self.by_handle.get(state.handle) is state:
             self.by_handle.pop(state.handle, None)
 
+    def fence_since(self, dropped: int) -> Fence:
+        """Return a fence that covers at least the work that was queued on known streams at the time ``dropped``
+        (``time.monotonic_ns``).
+
+        All nodes that were dropped before the latest fence was made share this fence, so a thousand nodes need only one
+        event per stream.
+        """
+        latest = self.latest_fence
+        if latest is None or latest.began <= dropped:
+            self.latest_fence = latest = Fence(self.session)
+        return latest
+
     def work(self) -> int:
         """Attempt the deferred releases (:mod:`streamalloc.core.deferred`). Returns how many were made."""
         return work(self.session)
-
-    def drop(self, node: Node) -> None:
-        """Submit a node of a dropped owner to the deferred queue, which releases it after the work that is queued now.
-        Takes no lock, so finalisers can call this method.
-        """
-        node._dropped = time.monotonic_ns()
-        # Now, and not in the attempt: an item that is attempted earlier may then release what this node owns.
-        node.give_up()
-        self.deferred.submit(_Later(self, node))
-
-    def end(self, node: Node) -> None:
-        """Release a node now. If other nodes must be released first, the deferred queue releases this node later.
-
-        Raises
-        ------
-        CudaError
-            The driver refused to release the resource, which stays usable.
-        """
-        before, node.given_up = node.given_up, True
-        try:
-            gone = self.attempt(node)
-        except BaseException:
-            if not node.gone:
-                node.given_up = before
-            raise
-        if not gone:
-            self.deferred.submit(_Later(self, node))
-
-    def attempt(self, node: Node) -> bool:
-        """Release what a node owns, then the node itself, unless work must finish or other nodes must be released
-        first. Returns whether the node is released. Raises CudaError.
-
-        Only one thread at a time does this for a node: two threads would call the driver twice with one handle.
-        """
-        with self.lock:
-            mine = not (node.gone or node._busy)
-            node._busy = node._busy or mine
-        if mine:
-            try:
-                if not node.in_use(self.session):
-                    # All are attempted, also after the driver has refused one.
-                    undo_all(functools.partial(self.attempt, one) for one in node.owned())
-                    if not node.waits:
-                        node.release()
-            finally:
-                node._busy = False
-        if node.gone:
-            node.forget()
-        return node.gone
-
-
-class _Later(Deferred):
-    """Queue item that releases a node whose owner was dropped, or that had to wait for the release of other nodes."""
-
-    __slots__ = ("_allocations", "_node")
-
-    def __init__(self, allocations: Allocations, node: Node) -> None:
-        self._allocations = allocations
-        self._node = node
-
-    def attempt(self) -> bool:
-        """Release the node if this is possible now. Returns whether the node is released."""
-        return self._allocations.attempt(self._node)
-
-    def forget(self) -> None:
-        """Mark the node as released, because its resource no longer exists."""
-        self._node.gone = True
-        self._node.forget()
 
 
 allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
@@ -628,7 +620,7 @@ class GenericAllocation(OwnsNode, Shareable):
             The driver refused. The object stays open, unless the handle no longer exists.
         """
         if not self.closed:
-            self._node.allocations.end(self._node)
+            self._node.end()
 
     # -- for this package and its neighbours -----------------------------------------------------------------
 

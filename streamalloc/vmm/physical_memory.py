@@ -584,8 +584,8 @@ def _size_among(session: Session, raw: Any, sizes: Sequence[int], begin: int = 0
                 raise error
     finally:
         # If the driver refuses this release, the deferred queue repeats it later.
-        with undoing(lambda: trial.allocations.drop(trial)):
-            trial.allocations.end(trial)
+        with undoing(trial.drop):
+            trial.end()
     return _size_among(session, raw, sizes, begin + len(some))
 
 

@@ -18,7 +18,15 @@ from streamalloc.core.internal import Fence, HandleEnd
 from streamalloc.core.properties import MemAccess, checked_number
 from streamalloc.core.session import Session
 from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait
-from streamalloc.vmm.ownership import AllocationState, GenericAllocation, HandleNode, Kind, Node, allocations_of
+from streamalloc.vmm.ownership import (
+    Allocations,
+    AllocationState,
+    GenericAllocation,
+    HandleNode,
+    Kind,
+    Node,
+    allocations_of,
+)
 
 START, STOP = attrgetter("offset"), attrgetter("stop")
 
@@ -48,6 +56,11 @@ class MappedBytes(Node):
         """The object that owns the handle; None if the mapping owns it."""
         self._raw: Any = None
         """The driver's handle of the memory; None if an object owns it."""
+
+    @property
+    def allocations(self) -> Allocations:  # type: ignore[override]
+        """State of the driver."""
+        return self.reservation.allocations
 
     @property
     def address(self) -> int:
@@ -103,7 +116,7 @@ class MappedBytes(Node):
         mapping has a handle yet, create the memory first (``cuMemCreate``). Raises ClosedError, CudaError, and the
         errors of watchers.
         """
-        allocations, memory, mapped = self.reservation.allocations, self._memory, False
+        allocations, memory, mapped = self.allocations, self._memory, False
         try:
             if memory is not None:
                 self._relate(memory)
@@ -124,7 +137,7 @@ class MappedBytes(Node):
         still exists after it is unmapped, even if its object was closed. Raises CudaError.
         """
         if self._raw is None:
-            self._raw = self.reservation.allocations.session.call("cuMemRetainAllocationHandle", self.address)
+            self._raw = self.allocations.session.call("cuMemRetainAllocationHandle", self.address)
 
     def map_again(self) -> None:
         """Map the memory again after :meth:`retain` and an unmap, without permissions (``cuMemMap``). Do nothing if the
@@ -140,7 +153,7 @@ class MappedBytes(Node):
         """Unmap the memory (``cuMemUnmap``), and notify the watchers. After a signal handler has raised, the call can
         be repeated: the driver accepts addresses that are unmapped already. Raises CudaError.
         """
-        self.reservation.allocations.session.call("cuMemUnmap", self.address, self.nbytes)
+        self.allocations.session.call("cuMemUnmap", self.address, self.nbytes)
         self.forget()
 
     def release(self) -> None:
@@ -149,14 +162,14 @@ class MappedBytes(Node):
         """
         if not self.gone:
             self.unmap()
-        self.reservation.allocations.session.release(self, "cuMemRelease")
+        self.allocations.session.release(self, "cuMemRelease")
 
     def close(self) -> None:
         """After the unmap, release the memory: the handle of this mapping, and that of its memory object
         (``cuMemRelease``). Errors of the driver are hidden, because the finaliser of the owner tries again.
         """
         with contextlib.suppress(CudaError):
-            self.reservation.allocations.session.release(self, "cuMemRelease")
+            self.allocations.session.release(self, "cuMemRelease")
             if self._memory is not None:
                 self._memory.close()
 
@@ -164,7 +177,7 @@ class MappedBytes(Node):
         """Record that the memory is unmapped: notify the watchers, and remove the mapping from the range's list and
         from the state of the memory. Idempotent.
         """
-        allocations = self.reservation.allocations
+        allocations = self.allocations
         if allocations.watchers and not self.gone:
             for watcher in allocations.watchers:
                 watcher.unmapped(self.address)
@@ -335,11 +348,11 @@ class Reservation(HandleNode):
         """Ordinals of the devices with access to a mapping."""
         return {device for entry in self._live() for device in entry.users}
 
-    def in_use(self, session: Session) -> bool:
+    def in_use(self) -> bool:
         """Return whether work may still use the range: the work of :meth:`Node.in_use`, or the last copies to the
         range.
         """
-        return super().in_use(session) or (self.copies is not None and not self.copies.done())
+        return super().in_use() or (self.copies is not None and not self.copies.done())
 
     def give_up(self) -> None:
         """Record that the owner was closed or dropped, also for the mappings, whose memory objects have their own
@@ -364,6 +377,7 @@ class Reservation(HandleNode):
         """Remove the range from the table of reservations, and break its reference cycle with its entries. Entries that
         are still mapped count as unmapped from now on. There are such entries only if the context no longer exists.
         """
+        super().forget()
         for entry in self._live():
             entry.gone = True  # The context no longer exists: nothing is left to unmap.
         self.allocations.reservations.pop(self, None)

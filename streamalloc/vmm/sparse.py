@@ -536,7 +536,7 @@ class SparseArray(OwnsNode):
         for fence in self._node.last.values():
             fence.synchronize()
         if self._node.raw is not None:
-            self._node.allocations.end(self._node)
+            self._node.end()
 
     # -- the driver's structs --------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from streamalloc.core.session import session_of
 from streamalloc.multicast import MulticastObject, SymmetricBuffer, SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.testing import Faults, Gate
-from streamalloc.vmm.ownership import Allocations
+from streamalloc.vmm.ownership import Node
 from tests.interleaving import interleaved
 from tests.multicast.support import all_ended
 from tests.processes import Kept, Partner, There, in_a_child
@@ -621,6 +621,6 @@ class TestReleaseByTwoThreads:
             with contextlib.suppress(sa.OutOfMemoryError):
                 resources.release()
 
-        for resources in interleaved(Allocations.attempt, make, release, release):
+        for resources in interleaved(Node.attempt, make, release, release):
             resources.release()
             assert self.faults.seen.count("cuMemAddressFree") == 2

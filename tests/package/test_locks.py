@@ -48,12 +48,12 @@ def test_a_node_is_released_by_one_of_two_threads() -> None:
             released.append(self)
             self.gone = True
 
-    for _, node in interleaved(
-        Allocations.attempt,
-        lambda: (Allocations(Session.of(sd.simulated())), Counted(Kind.MEMORY)),
-        lambda it: it[0].attempt(it[1]),
-        lambda it: it[0].attempt(it[1]),
-    ):
+    def make() -> Node:
+        node = Counted(Kind.MEMORY)
+        node.allocations = Allocations(Session.of(sd.simulated()))
+        return node
+
+    for node in interleaved(Node.attempt, make, Node.attempt, Node.attempt):
         assert released == [node]
         released.clear()
 

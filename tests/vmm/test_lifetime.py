@@ -17,7 +17,7 @@ from streamalloc.core.deferred import work
 from streamalloc.core.session import session_of
 from streamalloc.testing import Gate
 from streamalloc.vmm.internal import RemappableBuffer
-from streamalloc.vmm.ownership import _fence_since
+from streamalloc.vmm.ownership import allocations_of
 from tests.support import Account, end_what_was_dropped, holds, names, pattern, read
 from tests.vmm.support import HOST, PAGE, READWRITE, same, write
 
@@ -275,10 +275,10 @@ class TestRemapping:
 
 
 def test_items_share_a_fence_that_is_younger(device: sa.Device) -> None:
-    session = session_of(device)
-    first = _fence_since(session, 0)
-    assert _fence_since(session, first.began - 1) is first
-    assert _fence_since(session, first.began) is not first
+    allocations = allocations_of(session_of(device))
+    first = allocations.fence_since(0)
+    assert allocations.fence_since(first.began - 1) is first
+    assert allocations.fence_since(first.began) is not first
 
 
 PACKAGE = str(Path(sa.__file__).parent)

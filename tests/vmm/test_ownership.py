@@ -48,6 +48,7 @@ class World:
 
     def add(self, early: int = 0, failures: int = 0) -> Thing:
         self.things.append(Thing(self.log, early, failures))
+        self.things[-1].allocations = self.allocations
         return self.things[-1]
 
     def relate(self, one: int, other: int) -> None:
@@ -59,8 +60,7 @@ class World:
 
     def drop(self, thing: Thing) -> None:
         if not thing.given_up:
-            self.allocations.drop(thing)
-            thing.give_up()
+            thing.drop()
 
     def check(self) -> None:
         place = {self.things.index(thing): number for number, thing in enumerate(self.log)}
@@ -83,7 +83,7 @@ def test_what_is_given_up_goes_once_and_in_order(made: list[tuple[int, int]], do
     def end(one: int) -> None:
         if not world.things[one].given_up:
             try:
-                world.allocations.end(world.things[one])
+                world.things[one].end()
             except sa.InvalidValueError:
                 assert not world.things[one].given_up
 

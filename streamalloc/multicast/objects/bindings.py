@@ -246,6 +246,7 @@ class BindingNode(HandleNode):
         """Remove the binding from the state of its memory, and from the nodes that must be released after it. Otherwise
         these nodes would keep the memory alive.
         """
+        super().forget()
         state = self.source.state
         if state is not None:
             state.bindings.pop(self, None)

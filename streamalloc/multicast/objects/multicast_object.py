@@ -516,7 +516,7 @@ class MulticastObject(GenericAllocation):
     def _unbind(self, node: BindingNode, after: After) -> None:
         self._wait(after)
         try:
-            self._node.allocations.end(node)
+            node.end()
         finally:
             if node.gone:
                 node.unlink(self._team)
@@ -525,20 +525,20 @@ class MulticastObject(GenericAllocation):
 
     def _end(self, after: After) -> None:
         self._wait(after)
-        allocations = self._node.allocations
         states = [node.source.state for node in self._live_bindings()]
         for node in list(self._bound):
-            allocations.end(node)
+            node.end()
         for mapping in self._mapping_nodes():
-            allocations.end(mapping)
+            mapping.end()
         try:
-            allocations.end(self._node)
+            self._node.end()
         finally:
             self._live_bindings()
             for state in states if self._node.gone else ():
                 if state is not None:
                     state.teams.pop(self._team, None)
-            allocations.work()  # This releases closed memory and addresses that have waited for the object's release.
+            # This releases closed memory and addresses that have waited for the object's release.
+            self._node.allocations.work()
 
     # -- checks ----------------------------------------------------------------------------------------------
 
