@@ -17,18 +17,21 @@ from streamalloc.core.errors import CudaError, EvictedError, size_text, undoing
 from streamalloc.core.internal import (
     PER_THREAD,
     CopySide,
+    Device,
     Event,
     Fence,
     Stream,
     StreamLike,
+    all_work,
     as_stream,
     copy_bytes,
     deferred_queue,
     queue_if_allowed,
 )
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
+from streamalloc.core.session import session_of
 from streamalloc.formats.html import Row, gauge
-from streamalloc.vmm.access import After, copying_stream, listed, wait, wait_for_users
+from streamalloc.vmm.access import After, copying_stream, ends_of, listed, wait, wait_for_users
 from streamalloc.vmm.address_range import OwnsRange
 from streamalloc.vmm.pages.places import Page, Parking, PhysicalPages, Places, mapped_apart
 from streamalloc.vmm.stores.blocks import (
@@ -38,7 +41,6 @@ from streamalloc.vmm.stores.blocks import (
     Stored,
     by_contents,
     drop_contents,
-    ends_or_all,
 )
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
 
@@ -332,7 +334,7 @@ class SwapSpace(SpaceMemory):
             raise TypeError(f"tier must be a HostTier or DiskTier of {self.device!r}, not {tier!r}")
         places = self._places
         others = listed(after)
-        ends = [*ends_or_all(others, self.device)]
+        ends = [*_ends_or_all(others, self.device)]
         Fence(self._session, ends).done()  # Raises for a captured stream, before a page is changed.
         kept: dict[int, Kept] = {}
         clear_on = self._single([ordered]) if others == [] else None
@@ -706,7 +708,7 @@ class PageSpace(SwapSpace):
         places = self._places
         self._check_open()
         ends = listed(after)
-        fence, stream = Fence(self._session, ends_or_all(ends, self.device)), self._single(ends)
+        fence, stream = Fence(self._session, _ends_or_all(ends, self.device)), self._single(ends)
         zeros, now = None, False
         dropped: dict[int, Kept] = {}
 
@@ -853,3 +855,10 @@ class PageSpace(SwapSpace):
             ordinal = self.device.ordinal
             source, target = (CopySide(at, nbytes, ordinal, self) for at in (address, address + nbytes))
             copy_bytes(target, source, stream)
+
+
+def _ends_or_all(after: After, device: Device) -> Iterable[Event | Stream]:
+    """Return the events and streams that ``after`` names. For None, return an event after all work of the device
+    (:func:`~streamalloc.core.fence.all_work`). Errors as for :func:`~streamalloc.vmm.access.ends_of`, and CudaError.
+    """
+    return all_work(device) if after is None else ends_of(after, session_of(device))

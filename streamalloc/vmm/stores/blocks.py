@@ -27,12 +27,10 @@ from streamalloc.core.internal import (
     CopySide,
     Deferred,
     Device,
-    Event,
     Fence,
     Memory,
     Stream,
     StreamLike,
-    all_work,
     check_device,
     deferred_queue,
     kernels_may_use,
@@ -41,7 +39,7 @@ from streamalloc.core.properties import checked_size, checked_type
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import Session, drained, session_of
 from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, RLock
-from streamalloc.vmm.access import After, copying_stream, ends_of
+from streamalloc.vmm.access import copying_stream
 
 T = TypeVar("T")
 LEAST, _MOST = 32 << 20, 1 << 30  # Smallest and largest chunk in bytes; a larger block has its own.
@@ -749,10 +747,3 @@ class BlockTier(Tier, Closes):
         """
         self.closed = True
         self.trim()
-
-
-def ends_or_all(after: After, device: Device) -> Iterable[Event | Stream]:
-    """Return the events and streams that ``after`` names. For None, return an event after all work of the device
-    (:func:`~streamalloc.core.fence.all_work`). Errors as for :func:`~streamalloc.vmm.access.ends_of`, and CudaError.
-    """
-    return all_work(device) if after is None else ends_of(after, session_of(device))

@@ -168,26 +168,30 @@ class InMemory(Stored):
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
         """As :meth:`Stored.read`, from memory."""
-        ((_, memory),) = self._runs(range(block, block + 1))
-        part = memory[offset : offset + target.nbytes]
-        if isinstance(part, Memory) and not part.host_accessible:
+        part = self._part(range(block, block + 1), offset, target.nbytes)
+        if isinstance(part, Memory):
             part.copy_to(target)
             part.stream.synchronize()
         else:
-            target[:] = part.as_array() if isinstance(part, Memory) else part
+            target[:] = part
 
     def write(self, block: int, offset: int, source: Bytes) -> None:
         """As :meth:`Stored.write`, to memory."""
         for some, fences in self._with_places(range(block, block + 1)):
             for fence in fences:
                 fence.synchronize()
-            ((_, memory),) = self._runs(some)
-            part = memory[offset : offset + source.nbytes]
-            if isinstance(part, Memory) and not part.host_accessible:
+            part = self._part(some, offset, source.nbytes)
+            if isinstance(part, Memory):
                 part.copy_from(source)
                 part.stream.synchronize()
             else:
-                (part.as_array() if isinstance(part, Memory) else part)[:] = source
+                part[:] = source
+
+    def _part(self, block: range, offset: int, nbytes: int) -> Memory | Bytes:
+        """Return a part of a block, as an array if the host has access to the memory."""
+        ((_, memory),) = self._runs(block)
+        part = memory[offset : offset + nbytes]
+        return part.as_array() if isinstance(part, Memory) and part.host_accessible else part
 
     def seal(self, stream: Stream) -> None:
         """If the contents get checksums, wait for ``stream``, and compute the checksum of each block."""
