@@ -46,7 +46,7 @@ from streamalloc.core.errors import attach, size_text
 from streamalloc.core.internal import Device, Stream, StreamLike, work
 from streamalloc.core.properties import MemHandleType
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.access import After, wait_for_users
+from streamalloc.vmm.access import After
 from streamalloc.vmm.claims import claim_also, claimed
 from streamalloc.vmm.members import Members
 from streamalloc.vmm.steps import (
@@ -481,7 +481,7 @@ class SleepGroup(Members):
         awake = {buffer: tag for buffer, tag in going.items() if not buffer.evicted}
         for buffer in going.keys() - awake.keys():
             self._backup_of(buffer)
-        steps = BackupSteps(awake, ordered, lambda tags: _by_tag(tags, ordered, tier_of(self.backup).hold))
+        steps = BackupSteps(ordered, lambda tags: _by_tag(tags, ordered, tier_of(self.backup).hold), after)
 
         def freeze() -> None:
             for buffer in going:
@@ -489,7 +489,7 @@ class SleepGroup(Members):
                 buffer._frozen = True
 
         run_steps(
-            functools.partial(wait_for_users, after, self._session, [one.rights for one in awake]),
+            functools.partial(steps.wait, awake),
             *((buffer._make_read_only, buffer._thaw) for buffer in awake),
             (steps.reserve, steps.drop_backups),
             steps.copy,

@@ -284,18 +284,26 @@ buffers with their backups; a buffer is left out or comes with None if its bytes
 class BackupSteps:
     """The steps that make backups of buffers, for :func:`run_steps`. Each method is followed by its undo."""
 
-    def __init__(self, tags: Tags, stream: Stream, reserve: Reserve) -> None:
-        self._tags = tags
-        """The buffers that need a backup, with their tags."""
+    def __init__(self, stream: Stream, reserve: Reserve, after: After) -> None:
         self.stream: Stream = stream
         """Stream of the copies."""
         self._reserve = reserve
+        self._after = after
+        self._tags: Tags = {}
+        """The buffers that need a backup, with their tags. :meth:`wait` sets them."""
         self.backups: dict[Evictable, Backup] = {}
         """The new backups."""
         self._batches: list[tuple[list[Evictable], Event]] = []
         """Buffers that are copied in sequence, and the event after their copies. Together the buffers have at least
         ``_BATCH`` bytes, except in a last batch.
         """
+
+    def wait(self, tags: Tags) -> None:
+        """Choose the buffers, and have the host wait for the users of their memory. No undo is needed. Errors as for
+        :func:`~streamalloc.vmm.access.wait`.
+        """
+        self._tags = tags
+        wait_for_users(self._after, session_of(self.stream), [buffer.rights for buffer in tags])
 
     def reserve(self) -> None:
         """Reserve memory or disk space for the bytes. Raises the errors of :data:`Reserve`."""
@@ -335,15 +343,14 @@ class EvictSteps(BackupSteps):
     """
 
     def __init__(self, stream: Stream, reserve: Reserve, after: After, *, shared: bool = False) -> None:
-        super().__init__({}, stream, reserve)
-        self._after = after
+        super().__init__(stream, reserve, after)
         self._shared = shared
         self.entries: dict[Evictable, list[MappedBytes]] = {}
         """Mappings of the buffers that are to be unmapped."""
 
     def wait(self, tags: Tags) -> None:
-        """Choose the buffers, and have the host wait for the users of their memory. Only those that are mapped will be
-        unmapped. No undo is needed. Errors as for :meth:`VirtualBuffer.evict`.
+        """As :meth:`BackupSteps.wait`. Only mapped buffers will be unmapped; frozen buffers need no backup. Errors as
+        for :meth:`VirtualBuffer.evict`.
         """
         allocations_of(session_of(self.stream)).work()  # Objects that were dropped are no other users.
         self._tags = {buffer: tag for buffer, tag in tags.items() if not buffer.frozen}
