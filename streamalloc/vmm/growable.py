@@ -27,7 +27,7 @@ from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, ends_of, wait_for_users
 from streamalloc.vmm.claims import claimed
 from streamalloc.vmm.ownership import GenericAllocation
-from streamalloc.vmm.physical_memory import MemorySpec, device_first, properties_for
+from streamalloc.vmm.physical_memory import device_first, properties_for, spec_of
 from streamalloc.vmm.properties import MemAllocationProp
 from streamalloc.vmm.steps import ChunkSpec
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, device_rights
@@ -102,7 +102,7 @@ class GrowableBuffer(VirtualBuffer):
             check_location(session, location)
         place = device.location if location is None else location
         prop = properties_for(place, handle_types, compressible, gpu_direct_rdma)
-        self._spec = MemorySpec(session, prop)
+        self._spec = spec_of(session, prop)
         self.properties: MemAllocationProp = prop
         """Properties of the buffer's physical memory."""
         most = checked_size("capacity", capacity)
@@ -255,7 +255,7 @@ def stripe(
     for one, other in itertools.product(devices, repeat=2):
         if not one.can_access(other):
             raise refused(PeerAccessError, "cuMemSetAccess", f"{one!r} cannot reach the memory of {other!r}")
-    specs = [MemorySpec(session, properties_for(device, handle_types, compressible, False)) for device in devices]
+    specs = [spec_of(session, properties_for(device, handle_types, compressible, False)) for device in devices]
     step = max(spec.round_up(-(-size // len(devices))) for spec in specs)
     rights = device_rights(access, session, devices=devices)
     buffer = StripedBuffer.__new__(StripedBuffer)

@@ -468,7 +468,7 @@ class PhysicalMemory(GenericAllocation):
             if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
                 raise ValueError(f"{which} is that of a multicast object, which is no memory itself")
             node.join()
-            self._set_spec(MemorySpec(self._session, self.query(), exists=True))
+            self._set_spec(spec_of(self._session, self.query(), exists=True))
 
     def _set_spec(self, spec: MemorySpec) -> None:
         self._spec = spec
