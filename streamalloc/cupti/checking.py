@@ -34,7 +34,7 @@ from streamalloc.cupti.subscription import LAUNCHES, SOON, DriverCall, RaisedAga
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.internal import cuda, described
-from streamalloc.driver.processes import search_path
+from streamalloc.driver.processes import for_children
 from streamalloc.driver.wrappers import Call
 
 VARIABLE = "STREAMALLOC_CHECK_ALL"
@@ -240,16 +240,8 @@ class Check:
 
         Each of these processes writes its hazards to a JSON file in ``folder`` when it ends, if there are any.
         """
-        ours = {VARIABLE: str(folder), "PYTHONPATH": search_path()}
-        before = {name: os.environ.get(name) for name in ours}
-        os.environ.update(ours)
-        try:
+        with for_children({VARIABLE: str(folder)}):
             yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)  # The program may have deleted it.
-                if value is not None:
-                    os.environ[name] = value
 
     def merge(self, upto: int | None = None) -> None:
         """Judge the logged uses against the acts of the libraries' allocators, up to the time ``upto`` (ns; None: now).

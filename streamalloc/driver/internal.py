@@ -26,7 +26,7 @@ from streamalloc.driver.selection import as_asked, choice_of, default_of_threads
 
 if TYPE_CHECKING:
     from streamalloc.driver.block_kernel import COPY_KERNEL, COPY_MOST, block_copies, copy_ptx
-    from streamalloc.driver.processes import address_space_limit, imex_channels, search_path
+    from streamalloc.driver.processes import address_space_limit, for_children, imex_channels
     from streamalloc.driver.protocol import MemoryListener
     from streamalloc.driver.reports import LIBRARIES, Stack, described, here, line_of, lines, place_of
     from streamalloc.driver.wrappers import Wrapper
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Imported on first use, to keep the package's import fast.
 _LATER = {
     **dict.fromkeys(("COPY_KERNEL", "COPY_MOST", "block_copies", "copy_ptx"), "block_kernel"),
-    **dict.fromkeys(("address_space_limit", "imex_channels", "search_path"), "processes"),
+    **dict.fromkeys(("address_space_limit", "imex_channels", "for_children"), "processes"),
     "MemoryListener": "protocol",
     "Wrapper": "wrappers",
     **dict.fromkeys(("LIBRARIES", "Stack", "described", "here", "line_of", "lines", "place_of"), "reports"),

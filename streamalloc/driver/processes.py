@@ -1,7 +1,10 @@
-"""Queries of the operating system: processes that run, mapped addresses of this process, and IMEX channels."""
+"""Queries of the operating system: processes that run, mapped addresses of this process, and IMEX channels. Environment
+of child processes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import os
@@ -15,10 +18,26 @@ _EXITING = 4
 """The kernel's flag ``PF_EXITING`` in the field ``flags`` of ``/proc/PID/stat``."""
 
 
-def search_path() -> str:
-    """Return the value of PYTHONPATH with which a child process finds this package's ``sitecustomize`` first."""
+@contextlib.contextmanager
+def for_children(variables: dict[str, str | None]) -> Iterator[None]:
+    """Set environment variables within the ``with`` block (None: remove the variable). Python processes that are
+    started in the block also find this package's ``sitecustomize`` first (``PYTHONPATH``).
+    """
     others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != _STARTUP]
-    return os.pathsep.join([_STARTUP, *others])
+    variables = {**variables, "PYTHONPATH": os.pathsep.join([_STARTUP, *others])}
+    before = {name: os.environ.get(name) for name in variables}
+    try:
+        _set_environment(variables)
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def alive(process: int) -> bool:

@@ -16,7 +16,15 @@ from typing import Any
 
 import streamalloc.driver as sd
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import LIBRARIES, as_asked, cuda, default_of_threads, read_choice, runtime, search_path
+from streamalloc.driver.internal import (
+    LIBRARIES,
+    as_asked,
+    cuda,
+    default_of_threads,
+    for_children,
+    read_choice,
+    runtime,
+)
 from streamalloc.simulator.internal import VISIBLE, Runtime, inherited
 
 VARIABLE = "STREAMALLOC_INSTALL"
@@ -93,14 +101,11 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
             setattr(holder, name, stand_in)
         undo.callback(sd.set_default, default_of_threads())
         sd.set_default(driver)
+        variables: dict[str, str | None] = {VARIABLE: settings, KERNELS: json.dumps(files)}
         hidden = os.environ.get(VISIBLE)
         if hidden is not None and hidden == inherited() and VARIABLE not in os.environ:
-            undo.callback(_set_variable, VISIBLE, hidden)
-            del os.environ[VISIBLE]
-        variables = {VARIABLE: settings, KERNELS: json.dumps(files), "PYTHONPATH": search_path()}
-        for variable, value in variables.items():
-            undo.callback(_set_variable, variable, os.environ.get(variable))
-            os.environ[variable] = value
+            variables[VISIBLE] = None
+        undo.enter_context(for_children(variables))
         undo.enter_context(watch_imports())
         for file in files:
             runpy.run_path(file)
@@ -137,13 +142,6 @@ def _stand_in(module: str, name: str, function: Callable[..., Any]) -> Callable[
         return (function if found is _call else found)(*args, **named)
 
     return _call  # Reports leave out frames of functions whose names begin with an underscore.
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def install_in_child() -> None:
