@@ -207,27 +207,27 @@ class Allocator(Unique, BufferSource):
         """
         self._check_open()
         ordered = as_stream(stream, self._session)
-        buffer: Buffer = filled(GraphBuffer if ordered.is_captured() else PoolBuffer, self, None, nbytes, ordered)
-        if isinstance(buffer, GraphBuffer):
-            buffer._graph = None if ordered._capture is None else ordered._capture.graph
-        result = self._ask_driver(buffer)
+
+        def allocate(handle: Any, captured: bool) -> tuple[Any, Buffer]:
+            buffer: Buffer = filled(GraphBuffer if captured else PoolBuffer, self, None, nbytes, ordered)
+            if isinstance(buffer, GraphBuffer):
+                buffer._graph = None if ordered._capture is None else ordered._capture.graph
+            return self._ask_driver(buffer, handle), buffer
+
+        result, buffer = ordered.checked_call(allocate)
         if result:
             self._recover(result, buffer)
         return buffer
 
-    def _ask_driver(self, buffer: Buffer) -> Any:
-        """Allocate memory for ``buffer`` while the context of its stream is current, and set the buffer's pointer.
+    def _ask_driver(self, buffer: Buffer, handle: Any) -> Any:
+        """Allocate memory for ``buffer`` on its stream, whose ``CUstream`` is ``handle`` and whose context is current.
         Returns the ``CUresult``. Watchers are not notified of memory of graphs.
         """
         alloc = self.alloc_function if type(buffer) is PoolBuffer else bare(self.alloc_function)
-
-        def allocate(handle: Any) -> Any:
-            # The buffer gets the memory before the caller's context is restored: the driver may refuse to restore it,
-            # and the memory would be lost.
-            result, buffer._ptr = alloc(buffer._nbytes, self._raw, handle)
-            return result
-
-        return buffer._stream.in_context(allocate, buffer._stream.checked_raw())
+        # The buffer gets the memory before the caller's context is restored: the driver may refuse to restore it, and
+        # the memory would be lost.
+        result, buffer._ptr = alloc(buffer._nbytes, self._raw, handle)
+        return result
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
         """Handle ``result``, the driver's error for an allocation. If memory is exhausted, release unused memory and
@@ -237,13 +237,18 @@ class Allocator(Unique, BufferSource):
         if result != _OUT_OF_MEMORY:
             in_graph = type(buffer) is GraphBuffer and result == cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED
             raise error_from(result, self.alloc_name, f"{self._no_source()}; {_IN_GRAPHS}" if in_graph else "")
+        stream = buffer._stream
+
+        def again() -> Any:
+            return stream.in_context(self._ask_driver, buffer, stream.checked_raw())
+
         # In a capture the pool is neither queried nor trimmed, and no stream is synchronised: such calls would
         # invalidate the capture.
-        capturing = read_or_none(lambda: buffer._stream.capturing) is not False
+        capturing = read_or_none(lambda: stream.capturing) is not False
         while result == _OUT_OF_MEMORY:
             with self._session.relaxed():
-                released, trouble = (False, "") if capturing else self._release_unused(buffer._stream)
-            if released and (result := self._ask_driver(buffer)) != _OUT_OF_MEMORY:
+                released, trouble = (False, "") if capturing else self._release_unused(stream)
+            if released and (result := again()) != _OUT_OF_MEMORY:
                 break
             with self._session.relaxed():
                 failure = self._out_of_memory(result, buffer, capturing, trouble)
@@ -254,7 +259,7 @@ class Allocator(Unique, BufferSource):
                 # Delete the local name: error and frame would form a reference cycle that keeps the callers' objects
                 # alive.
                 del failure
-            result = self._ask_driver(buffer)
+            result = again()
         if result:
             raise error_from(result, self.alloc_name)
 

@@ -30,6 +30,7 @@ The way of a drop (:meth:`PoolBuffer.__del__`):
 from __future__ import annotations
 
 import abc
+import functools
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -63,11 +64,7 @@ from streamalloc.core.properties import (
 )
 from streamalloc.core.resource import Closes, above
 from streamalloc.core.session import GLOBAL, NOT_CALLED, RELAXED, Session
-from streamalloc.core.stream import (
-    Stream,
-    StreamLike,
-    as_stream,
-)
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, as_stream
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row
 
@@ -479,25 +476,26 @@ class Buffer(Memory, Closes):
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
         if timeout is not None and still_imported == "wait":
             checked_seconds("timeout", timeout)
-        if self.freed:
-            self._live()
-        self._session.check_process()
         ordered = self._ordered_on(stream, after=True)
-        # For a default stream this raises if a blocking stream is captured, and keeps that capture valid.
-        capture = ordered._capture
-        if ordered.is_captured() and not self._belongs_to(None if capture is None else capture.graph):
-            raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
-        in_order_of(ordered, lambda last: self._free_after(last, still_imported, timeout))
+        self._session.check_process()
 
-    def _free_after(self, last: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Free the memory after the work of ``last``. For shared memory, ``still_imported`` and ``timeout`` apply as in
-        :meth:`free`.
+        free = functools.partial(self._free_after, still_imported, timeout)
+        in_order_of(ordered, lambda last: last.checked_call(functools.partial(free, last)))
+
+    def _free_after(
+        self, still_imported: StillImported, timeout: float | None, last: Stream, handle: Any, captured: bool
+    ) -> None:
+        """Free the memory after the work of ``last``, whose ``CUstream`` is ``handle`` and whose context is current.
+        ``captured``: whether the stream is being captured. For shared memory, ``still_imported`` and ``timeout`` apply
+        as in :meth:`free`.
         """
-        state = self.shared
+        capture, state = last._capture, self.shared
+        if captured and not self._belongs_to(None if capture is None else capture.graph):
+            raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
         if state is not None:
-            last.in_context(state.free, self, last, still_imported, timeout)
+            state.free(self, last, still_imported, timeout)
         else:
-            last.in_context(self.free_on, last, last._raw)
+            self.free_on(last, handle)
 
     def _belongs_to(self, graph: object) -> bool:
         """Whether the capture of ``graph`` may have allocated the memory, so that the memory can be freed in it. None
@@ -614,7 +612,7 @@ class PoolBuffer(Buffer):
             error = error_from(result, "cuMemFreeAsync")
             # In a capture, the driver returns the same error for memory that no longer exists and for memory that is
             # not the graph's. So the error is final only outside of a capture.
-            if is_gone(error) and not session.cuStreamIsCapturing(handle)[1]:
+            if is_gone(error) and session.cuStreamIsCapturing(handle)[1] is NOT_CAPTURED:
                 _warn_not_freed(ptr, error)
                 return
         if handle is None or result:
@@ -781,10 +779,12 @@ class GraphBuffer(Buffer):
         """
         self._free_checked(stream, still_imported, timeout)
 
-    def free_on(self, ordered: Stream, handle: Any) -> None:
-        pointer, captured = self._live(), ordered.is_captured()
+    def _free_after(
+        self, still_imported: StillImported, timeout: float | None, last: Stream, handle: Any, captured: bool
+    ) -> None:
+        pointer = self._live()
         self._address = int(pointer)
-        super().free_on(ordered, handle)
+        super()._free_after(still_imported, timeout, last, handle, captured)
         if not captured:
             self._ptr = pointer
 

@@ -49,8 +49,8 @@ If the result is None, callers make a checked call, which repairs what it can, a
   thread, for work that is queued. :meth:`Stream.covering` replaces it by the legacy stream, for what comes after its
   work.
 * :meth:`Stream.in_context` makes the context current, and protects captures of other threads.
-* :meth:`Stream.is_captured` asks for a capture: memory is then allocated for the graph, and other calls raise
-  :class:`CaptureError`.
+* :meth:`Stream.checked_call` does the same, and asks for a capture: memory is then allocated for the graph, memory of
+  the graph is freed in it, and other calls raise :class:`CaptureError`.
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ LEGACY = 1
 PER_THREAD = 2
 DEFAULT_HANDLES = (0, LEGACY, PER_THREAD)
 NOT_CAPTURED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-"""Status of a stream that is not being captured. If the driver refuses the query, it returns None in place of a
-status.
+"""Status of a stream that is not being captured. Frequent calls and finalisers compare a status with it by ``is``. If
+the driver refuses the query, it returns None in place of a status, and the stream counts as captured. All other code
+asks by :func:`captured`.
 """
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
@@ -166,8 +167,9 @@ class Stream(Closes, Shown):
     )  # fmt: skip
 
     _inner = (
-        "call", "capturable", "checked_raw", "covering", "direct", "endings", "free_lists", "in_context", "is_captured",
-        "last", "of_this_thread", "ready", "refuse_capture", "sees_all_work", "thread", "unlent", "usable",
+        "call", "capturable", "checked_call", "checked_raw", "covering", "direct", "endings", "free_lists",
+        "in_context", "is_captured", "last", "of_this_thread", "ready", "refuse_capture", "sees_all_work", "thread",
+        "unlent", "usable",
     )  # fmt: skip
 
     device: Device
@@ -318,11 +320,11 @@ class Stream(Closes, Shown):
         """Whether the stream is being captured into a graph (``cuStreamIsCapturing``). Raises ClosedError if the stream
         was closed. For the legacy default stream, raises CaptureError while a blocking stream is being captured.
         """
-        return int(self.call("cuStreamIsCapturing")) != 0
+        return self.in_context(captured, self._session, self.checked_raw())
 
     def is_captured(self) -> bool:
         """Whether the stream is captured. Asks the driver for a legacy stream, and if other code may capture it."""
-        return self._capture is not None or (self.capturable and self.capturing)
+        return self.checked_call(lambda _, captured: captured)
 
     def refuse_capture(self, call: str, why: str) -> None:
         """Raise :class:`CaptureError` if the stream is being captured. ``call`` is the name of the driver function that
@@ -377,6 +379,21 @@ class Stream(Closes, Shown):
         # A finaliser may have added an item since the loop ended.
         if self._before_work:
             self._forbid_direct()
+
+    def checked_call(self, act: Callable[[Any, bool], T]) -> T:
+        """Call ``act`` with the ``CUstream`` and with whether the stream is being captured, while the context that the
+        handle needs is current (:meth:`in_context`). Returns the result of ``act``. Raises ClosedError. For the legacy
+        default stream, raises CaptureError while a blocking stream is being captured.
+        """
+        raw = self.checked_raw()
+        with self._session.beside_captures(), self._context():
+            return act(raw, self._ask_for_capture(raw))
+
+    def _ask_for_capture(self, raw: Any) -> bool:
+        """Whether the stream, whose context is current, is being captured. Asks the driver only if other code may
+        capture the stream.
+        """
+        return self._capture is not None or (self.capturable and captured(self._session, raw))
 
     def in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
         """Call ``act`` while the context that the handle needs is current, and return the result of ``act``. Driver
@@ -571,6 +588,17 @@ def awaited_stream(name: str, other: StreamLike, session: Session) -> Stream:
         raise
 
 
+def captured(session: Session, raw: Any) -> bool:
+    """Whether the stream ``raw`` (``CUstream``) is being captured (``cuStreamIsCapturing``). The context of a default
+    stream must be current. Raises CaptureError for the legacy default stream while a blocking stream is being captured,
+    and CudaError if the driver refuses.
+    """
+    result, status = session.cuStreamIsCapturing(raw)
+    if result:
+        raise error_from(result, "cuStreamIsCapturing")
+    return status is not NOT_CAPTURED
+
+
 def _event_of(stream: Stream, timing: bool) -> tuple[Event, bool]:
     """Return an event to record on ``stream``, and whether it reuses a closed event of the stream. A new event is made
     if the stream has no closed event, during a capture, and with ``timing``.
@@ -697,8 +725,7 @@ class _LateEnd(HandleEnd):
         self._dropping = dropping
 
     def attempt(self) -> bool:
-        result, status = self._session.cuStreamIsCapturing(self._raw)
-        return not (self._dropping or (not result and status)) and super().attempt()
+        return not (self._dropping or captured(self._session, self._raw)) and super().attempt()
 
 
 # -- default streams ---------------------------------------------------------------------------------------------
@@ -754,7 +781,7 @@ class DefaultStream(Stream):
             self.usable = True
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
-        return self.device.current()
+        return self._session.current(self.device.ordinal)
 
 
 class LegacyStream(DefaultStream):
@@ -772,12 +799,12 @@ class LegacyStream(DefaultStream):
         # A free on the legacy stream would invalidate captures of blocking streams. During such a capture
         # cuStreamIsCapturing returns an error for the legacy stream. The caller then leaves the free to a deferred
         # item.
-        handle = self.ready()
-        return None if handle is None or self._session.cuStreamIsCapturing(handle)[0] else handle
+        handle, is_capturing = self.ready(), self._session.cuStreamIsCapturing
+        return None if handle is None or is_capturing(handle)[1] is not NOT_CAPTURED else handle
 
-    def is_captured(self) -> bool:
-        # `capturing` raises CudaError while a blocking stream is being captured.
-        return self._capture is not None or self.capturing
+    def _ask_for_capture(self, raw: Any) -> bool:
+        # The driver is asked, because it refuses to answer while a blocking stream is being captured.
+        return captured(self._session, raw)
 
 
 class PerThreadStream(DefaultStream):
