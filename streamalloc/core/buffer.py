@@ -30,7 +30,6 @@ The way of a drop (:meth:`PoolBuffer.__del__`):
 from __future__ import annotations
 
 import abc
-import functools
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -411,7 +410,7 @@ class Buffer(Memory, Closes):
         ptr, self._ptr = self._ptr, None
         if ptr is None:
             shared = self.shared
-            if shared is None or ordered.unlent is None:
+            if shared is None:
                 return self._free_checked(stream, still_imported, timeout)
             return shared.free(self, ordered, still_imported, timeout)
         try:
@@ -479,11 +478,10 @@ class Buffer(Memory, Closes):
         ordered = self._ordered_on(stream, after=True)
         self._session.check_process()
 
-        free = functools.partial(self._free_after, still_imported, timeout)
-        in_order_of(ordered, lambda last: last.checked_call(functools.partial(free, last)))
+        in_order_of(ordered, lambda last: last.checked_call(self._free_after, last, still_imported, timeout))
 
     def _free_after(
-        self, still_imported: StillImported, timeout: float | None, last: Stream, handle: Any, captured: bool
+        self, handle: Any, captured: bool, last: Stream, still_imported: StillImported, timeout: float | None
     ) -> None:
         """Free the memory after the work of ``last``, whose ``CUstream`` is ``handle`` and whose context is current.
         ``captured``: whether the stream is being captured. For shared memory, ``still_imported`` and ``timeout`` apply
@@ -779,12 +777,10 @@ class GraphBuffer(Buffer):
         """
         self._free_checked(stream, still_imported, timeout)
 
-    def _free_after(
-        self, still_imported: StillImported, timeout: float | None, last: Stream, handle: Any, captured: bool
-    ) -> None:
+    def _free_after(self, handle: Any, captured: bool, *wanted: Any) -> None:
         pointer = self._live()
         self._address = int(pointer)
-        super()._free_after(still_imported, timeout, last, handle, captured)
+        super()._free_after(handle, captured, *wanted)
         if not captured:
             self._ptr = pointer
 

@@ -125,10 +125,9 @@ def _queue_host_function(stream: Stream, function: Callable[[], object]) -> None
     if not callable(function):
         raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
     why = "the bindings let a Python function run once, and a graph may be launched more often"
-    stream.refuse_capture("cuLaunchHostFunc", why)
     # These two lines may raise, so they come before the callback is made: only its call by the driver releases it.
+    stream.refuse_capture("cuLaunchHostFunc", why)
     launch = stream._session._function("cuLaunchHostFunc")
-    stream.checked_raw()
 
     def run(token: int | None) -> None:
         try:
@@ -168,8 +167,8 @@ class Stream(Closes, Shown):
 
     _inner = (
         "call", "capturable", "checked_call", "checked_raw", "covering", "direct", "endings", "free_lists",
-        "in_context", "is_captured", "last", "of_this_thread", "ready", "refuse_capture", "sees_all_work", "thread",
-        "unlent", "usable",
+        "in_context", "is_captured", "last", "of_this_thread", "ready", "refuse_capture", "run_uncaptured",
+        "sees_all_work", "thread", "unlent", "usable",
     )  # fmt: skip
 
     device: Device
@@ -324,14 +323,29 @@ class Stream(Closes, Shown):
 
     def is_captured(self) -> bool:
         """Whether the stream is captured. Asks the driver for a legacy stream, and if other code may capture it."""
-        return self.checked_call(lambda _, captured: captured)
+        return self.checked_call(lambda _, captured: bool(captured))
+
+    def run_uncaptured(self, call: str, why: str, act: Callable[..., T], *args: Any) -> T:
+        """Call ``act`` with the ``CUstream`` and ``args``, at once if nothing must be asked first, otherwise as
+        :meth:`checked_call` does. Returns the result of ``act``.
+
+        Raises CaptureError if the stream is being captured: ``call`` is the name of the driver function that is not
+        called, ``why`` a text with the reason and the remedy for the message. Raises ClosedError.
+        """
+        handle = self.unlent
+        if handle is not None:
+            return act(handle, *args)
+
+        def unless_captured(raw: Any, captured: bool) -> T:
+            if captured:
+                raise refused(CaptureError, call, f"the stream is being captured; {why}")
+            return act(raw, *args)
+
+        return self.checked_call(unless_captured)
 
     def refuse_capture(self, call: str, why: str) -> None:
-        """Raise :class:`CaptureError` if the stream is being captured. ``call`` is the name of the driver function that
-        is not called. ``why`` is a text with the reason and the remedy for the message.
-        """
-        if self.unlent is None and self.is_captured():
-            raise refused(CaptureError, call, f"the stream is being captured; {why}")
+        """Raise the errors of :meth:`run_uncaptured`, whose arguments ``call`` and ``why`` are."""
+        self.run_uncaptured(call, why, lambda _: None)
 
     @property
     def priority(self) -> int:
@@ -380,14 +394,14 @@ class Stream(Closes, Shown):
         if self._before_work:
             self._forbid_direct()
 
-    def checked_call(self, act: Callable[[Any, bool], T]) -> T:
-        """Call ``act`` with the ``CUstream`` and with whether the stream is being captured, while the context that the
-        handle needs is current (:meth:`in_context`). Returns the result of ``act``. Raises ClosedError. For the legacy
-        default stream, raises CaptureError while a blocking stream is being captured.
+    def checked_call(self, act: Callable[..., T], *args: Any) -> T:
+        """Call ``act`` with the ``CUstream``, with whether the stream is being captured, and with ``args``, while the
+        context that the handle needs is current (:meth:`in_context`). Returns the result of ``act``. Raises
+        ClosedError. For the legacy default stream, raises CaptureError while a blocking stream is being captured.
         """
         raw = self.checked_raw()
         with self._session.beside_captures(), self._context():
-            return act(raw, self._ask_for_capture(raw))
+            return act(raw, self._ask_for_capture(raw), *args)
 
     def _ask_for_capture(self, raw: Any) -> bool:
         """Whether the stream, whose context is current, is being captured. Asks the driver only if other code may

@@ -309,14 +309,19 @@ class Lease(SharedState):
         """Free the memory of ``buffer`` on ``stream``, after the work of importers that have closed it
         (``cuMemFreeAsync``). ``still_imported``, ``timeout`` and errors as for :meth:`Buffer.free`.
         """
-        stream.refuse_capture("cuMemFreeAsync", _IN_A_CAPTURE)
+        policy = still_imported, timeout
+        stream.run_uncaptured("cuMemFreeAsync", _IN_A_CAPTURE, self._free, buffer, stream, *policy)
+
+    def _free(
+        self, handle: Any, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None
+    ) -> None:
         if still_imported != "defer":
             self._await(buffer, stream, still_imported, timeout)
         elif not self.end(stream, for_good=True):
             self._defer(buffer, stream)
             return
         try:
-            buffer.free_on(stream, stream.unlent or stream.checked_raw())
+            buffer.free_on(stream, handle)
         finally:
             # The buffer may be freed even if the driver has refused the call: other code has then freed the memory.
             if buffer.freed:

@@ -117,7 +117,7 @@ class LeaseUse(Deferred):
             if closed != closing and not reached(closed, closing):
                 # Another stream will still write the end of an earlier use, so this stream waits for that write.
                 self._block.wait(stream, words.closed, closing)
-            self._block.write_by(stream, handle, words.closed, number)
+            self._block.write_by(handle, stream, words.closed, number)
             words.closing.value = number
         self.number = None
 

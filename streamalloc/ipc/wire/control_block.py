@@ -388,15 +388,9 @@ class ControlBlock:
         the stream is idle (:meth:`write_by`). Raises CaptureError if the stream is being captured, ClosedError if it
         was closed, and CudaError if the driver refuses.
         """
-        handle = stream.unlent
-        if handle is not None:
-            self.write_by(stream, handle, word, value)
-            return
-        stream.refuse_capture("cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
-        with stream.device.current():
-            self.write_by(stream, stream.checked_raw(), word, value)
+        stream.run_uncaptured("cuStreamWriteValue32", _NOT_IN_A_CAPTURE, self.write_by, stream, word, value)
 
-    def write_by(self, stream: Stream, handle: Any, word: Word, value: int) -> None:
+    def write_by(self, handle: Any, stream: Stream, word: Word, value: int) -> None:
         """Write ``value`` to ``word`` after the queued work of ``stream``, whose ``CUstream`` is ``handle``. Raises
         CudaError.
 
@@ -420,14 +414,13 @@ class ControlBlock:
         """Make ``stream`` wait until ``word`` has reached ``value`` (``cuStreamWaitValue32``). Raises the
         errors of :meth:`write`.
         """
-        handle = stream.unlent
-        if handle is None:
-            stream.refuse_capture("cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
-            stream.call("cuStreamWaitValue32", word.pointer, value, _AT_LEAST)
-            return
-        result = self.session.cuStreamWaitValue32(handle, word.pointer, value, _AT_LEAST)[0]
-        if result:
-            raise error_from(result, "cuStreamWaitValue32")
+
+        def act(handle: Any) -> None:
+            result = self.session.cuStreamWaitValue32(handle, word.pointer, value, _AT_LEAST)[0]
+            if result:
+                raise error_from(result, "cuStreamWaitValue32")
+
+        stream.run_uncaptured("cuStreamWaitValue32", _NOT_IN_A_CAPTURE, act)
 
     def wait_closed(self, stream: Stream, words: ImporterWords, value: int) -> None:
         """Make ``stream`` wait until an importer's word ``closed`` has reached ``value``, or the importer has died
