@@ -20,7 +20,7 @@ The way of a free (:meth:`Buffer.free`). The thread that takes the pointer out o
 
 The way of a drop (:meth:`PoolBuffer.__del__`):
 
-1. *Ready.* :meth:`Stream._ready_to_drop` gives the handle; the stream is not destroyed meanwhile.
+1. *Ready.* :meth:`Stream.ready` gives the handle; the stream is not destroyed meanwhile.
 2. *Driver.* ``free_function`` frees, in the relaxed capture mode.
 3. *Later.* Without a handle, or after a refusal, the queue of ends gets a :class:`_FreeDropped`. A point of work frees
    the memory in the order of its stream (:func:`~streamalloc.core.fence.ordered_after`). Shared memory goes to
@@ -598,7 +598,7 @@ class PoolBuffer(Buffer):
         dropping.append(None)
         try:
             failed, mode = exchange(RELAXED)
-            handle = None if failed else stream.unlent or stream._ready_to_drop()
+            handle = None if failed else stream.unlent or stream.ready(True)
             if failed:
                 mode = GLOBAL
             elif handle is not None:

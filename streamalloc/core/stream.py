@@ -255,15 +255,11 @@ class Stream(Closes, Shown):
 
     # -- direct calls ------------------------------------------------------------------------------------------
 
-    def ready(self) -> Any | None:
+    def ready(self, dropping: bool = False) -> Any | None:
         """Return ``CUstream`` if this thread may queue work by a direct call now. If the result is None, the caller
-        makes a checked call (see the module).
+        makes a checked call (see the module). ``dropping``: whether a finaliser asks, which frees memory.
         """
         return self.direct
-
-    def _ready_to_drop(self) -> Any | None:
-        """Return what :meth:`ready` does, for finalisers that free memory, and so without a lock."""
-        return self.direct or self.ready()
 
     def _forbid_direct(self) -> None:
         """Make every later call on the stream a checked call."""
@@ -282,16 +278,6 @@ class Stream(Closes, Shown):
             self.direct = self._raw
             self.unlent = None if self.capturable else self._raw
 
-    def _lend(self) -> None:
-        """Mark the stream as one that other code may capture: later allocations ask the driver."""
-        self.capturable = True
-        self.unlent = None
-
-    def _notice_joining(self) -> None:
-        """Ask the driver whether a wait made the stream part of a capture by other code; if so, mark the stream."""
-        if not self.capturable and not self.is_default and self.capturing:
-            self._lend()
-
     # -- properties --------------------------------------------------------------------------------------------
 
     @property
@@ -305,7 +291,7 @@ class Stream(Closes, Shown):
     def _notify_lent(self, raw: Any, used: bool) -> None:
         """Record that other code gets the handle ``raw``, or (with ``used``) that it queues work on the stream."""
         if not self.is_default:
-            self._lend()
+            self.capturable, self.unlent = True, None
         if self._session.listener is not None:
             self.in_context(self._session.listener.lent, raw, used)
 
@@ -401,13 +387,9 @@ class Stream(Closes, Shown):
         """
         raw = self.checked_raw()
         with self._session.beside_captures(), self._context():
-            return act(raw, self._ask_for_capture(raw), *args)
-
-    def _ask_for_capture(self, raw: Any) -> bool:
-        """Whether the stream, whose context is current, is being captured. Asks the driver only if other code may
-        capture the stream.
-        """
-        return self._capture is not None or (self.capturable and captured(self._session, raw))
+            # For the legacy stream, the driver refuses to answer while a blocking stream is being captured.
+            asks = self._capture is None and (self.capturable or self.is_default)
+            return act(raw, captured(self._session, raw) if asks else self._capture is not None, *args)
 
     def in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
         """Call ``act`` while the context that the handle needs is current, and return the result of ``act``. Driver
@@ -422,9 +404,7 @@ class Stream(Closes, Shown):
 
     def call(self, name: str, *args: Any) -> Any:
         """Call driver function ``name`` with this stream first (:meth:`Session.call`). Also raises ClosedError."""
-        raw = self.checked_raw()
-        with self._context():
-            return self._session.call(name, raw, *args)
+        return self.in_context(self._session.call, name, self.checked_raw(), *args)
 
     def _result(self, call: Any, *args: Any) -> Any:
         """Return the ``CUresult`` of ``call``, a bound driver function whose first argument is this stream."""
@@ -475,28 +455,25 @@ class Stream(Closes, Shown):
         effect. Raises TypeError if ``other`` is neither event nor stream, ValueError if ``other`` belongs to another
         driver, and ClosedError if ``other`` or this stream was closed.
         """
-        session = self._session
-        if isinstance(other, Event):
-            event = other
-            if event._session is not session:
+        session, event = self._session, other
+        raw = None if isinstance(other, (Event, Stream)) else foreign_event(other)
+        if raw is None:
+            if not isinstance(event, Event):
+                self.checked_raw()  # Raises for a closed stream before the other stream records an event.
+                event = awaited_stream("other", cast("StreamLike", other), session).record()
+            elif event._session is not session:
                 raise ValueError(f"{event!r} belongs to another driver than {self!r}")
-        else:
-            foreign = None if isinstance(other, Stream) else foreign_event(other)
-            if foreign is not None:
-                self.call("cuStreamWaitEvent", foreign, 0)
-                self._notice_joining()
+            capture, raw = event._capture, event._checked_raw()
+            if capture is not None and capture is not self._capture:
+                capture.join(self, event)
                 return
-            self.checked_raw()  # Raises for a closed stream before the other stream records an event.
-            event = awaited_stream("other", cast("StreamLike", other), session).record()
-        capture = event._capture
-        if capture is not None and capture is not self._capture:
-            capture.join(self, event)
-            return
-        result = self._result(session.cuStreamWaitEvent, event._checked_raw(), 0)
+        result = self._result(session.cuStreamWaitEvent, raw, 0)
         if result:
             raise error_from(result, "cuStreamWaitEvent")
-        if event._foreign_captures:
-            self._notice_joining()
+        # The event may be of a capture by other code, and this stream is then a part of that capture.
+        joins = not isinstance(event, Event) or event._foreign_captures
+        if joins and not self.capturable and not self.is_default and self.capturing:
+            self.capturable, self.unlent = True, None
 
     def synchronize(self) -> None:
         """Block the host until all work queued so far is done (``cuStreamSynchronize``). The driver then makes the
@@ -805,20 +782,15 @@ class LegacyStream(DefaultStream):
 
     sees_all_work = True
 
-    def ready(self) -> Any | None:
+    def ready(self, dropping: bool = False) -> Any | None:
         current = self._session.cuCtxGetCurrent  # A function in an attribute is called faster by a local name.
-        return self._raw if current() == self._current else None
-
-    def _ready_to_drop(self) -> Any | None:
+        if current() != self._current:
+            return None
         # A free on the legacy stream would invalidate captures of blocking streams. During such a capture
-        # cuStreamIsCapturing returns an error for the legacy stream. The caller then leaves the free to a deferred
+        # cuStreamIsCapturing returns an error for the legacy stream. A finaliser then leaves the free to a deferred
         # item.
-        handle, is_capturing = self.ready(), self._session.cuStreamIsCapturing
-        return None if handle is None or is_capturing(handle)[1] is not NOT_CAPTURED else handle
-
-    def _ask_for_capture(self, raw: Any) -> bool:
-        # The driver is asked, because it refuses to answer while a blocking stream is being captured.
-        return captured(self._session, raw)
+        refused = dropping and self._session.cuStreamIsCapturing(self._raw)[1] is not NOT_CAPTURED
+        return None if refused else self._raw
 
 
 class PerThreadStream(DefaultStream):
@@ -849,7 +821,7 @@ class PerThreadStream(DefaultStream):
     def query(self) -> bool:
         return Stream.query(self.covering())
 
-    def ready(self) -> Any | None:
+    def ready(self, dropping: bool = False) -> Any | None:
         current = self._session.cuCtxGetCurrent
         return self._raw if self.thread == get_ident() and current() == self._current else None
 
@@ -951,21 +923,18 @@ class LibraryStream(Stream):
         if self.asked is not None:
             self.direct = None
 
-    def ready(self) -> Any | None:
-        # The attribute `direct` is None, too, if an object has to be asked.
-        return self._raw if self.usable and not (self.asked is not None and self.asked.is_closed) else None
-
-    def _ready_to_drop(self) -> Any | None:
-        # If the library's object is in the same garbage cycle, it may have been finalised before, and may have
-        # destroyed its stream. This LibraryStream is then garbage, too, and its weak reference `_alive` is cleared: the
-        # handle must not be used.
-        if self._alive() is None:
+    def ready(self, dropping: bool = False) -> Any | None:
+        # If the library's object is in the same garbage cycle as a dropped buffer, it may have been finalised before,
+        # and may have destroyed its stream. This LibraryStream is then garbage, too, and its weak reference `_alive` is
+        # cleared: the handle must not be used.
+        if dropping and self._alive() is None:
             self._end_use()
             # The item that frees the memory keeps this object alive. The collector has removed the object from the weak
             # set.
             known_streams(self._session).add(self)
             return None
-        return self.direct or self.ready()
+        # The attribute `direct` is None, too, if an object has to be asked.
+        return self._raw if self.usable and not (self.asked is not None and self.asked.is_closed) else None
 
     @property
     def closed(self) -> bool:
