@@ -140,8 +140,7 @@ def _mode(driver: Any) -> Any:
 def forget_library_streams(driver: Any) -> None:
     """Remove the streams of stand-ins for libraries from the session's table, because the tests have destroyed them."""
     session = Session.of(driver)
-    session.library_streams.entries.clear()
-    session.library_streams.latest = object(), None
+    session.library_streams.clear()
 
 
 def unbind_contexts(driver: Any) -> None:

@@ -17,10 +17,11 @@ from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, OutOfMemoryError, error_from, undoing
 from streamalloc.core.fence import await_closed_streams
+from streamalloc.core.library_streams import as_stream, library_stream
 from streamalloc.core.properties import MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, as_stream, library_stream
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike
 from streamalloc.driver.internal import cuda
 
 T = TypeVar("T")

@@ -51,6 +51,7 @@ from streamalloc.core.errors import (
     undoing,
 )
 from streamalloc.core.fence import await_closed, in_order_of, ordered_after
+from streamalloc.core.library_streams import as_stream
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import (
     MemAccess,
@@ -63,7 +64,7 @@ from streamalloc.core.properties import (
 )
 from streamalloc.core.resource import Closes, above
 from streamalloc.core.session import GLOBAL, NOT_CALLED, RELAXED, Session
-from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, as_stream
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row
 

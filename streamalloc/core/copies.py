@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from streamalloc.core.device import Device, known_location, location_of
 from streamalloc.core.errors import error_from, unsupported
+from streamalloc.core.library_streams import as_stream, library_stream, queue_handle
 from streamalloc.core.memory_base import MemoryBase, kinds, refuse_legacy
 from streamalloc.core.properties import MemLocation, checked_type
 from streamalloc.core.resource import above
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream, queue_handle
+from streamalloc.core.stream import Stream, StreamLike
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.formats.arrays import cuda_array, fill_pattern, host_array
 from streamalloc.formats.lazy_numpy import np

@@ -40,11 +40,11 @@ from streamalloc.core.errors import (
     refused,
 )
 from streamalloc.core.event import Event, has_passed, pending_ends
+from streamalloc.core.library_streams import LibraryStream
 from streamalloc.core.session import Session, members
 from streamalloc.core.stream import (
     DefaultStream,
     LegacyStream,
-    LibraryStream,
     OwnStream,
     PerThreadStream,
     Stream,
@@ -388,7 +388,7 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
         stream.checked_raw()
 
     def use() -> tuple[T] | None:
-        if stream._closed:
+        if stream.closed:
             return None
         stream.refuse_capture("cuMemFreeAsync", "try again once that has ended")
         return (act(stream),)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.deferred import HandleEnd, deferred_queue, work
 from streamalloc.core.errors import ClosedError, CudaError, NotSupportedError
-from streamalloc.core.resource import Closes
+from streamalloc.core.resource import Closes, above
 from streamalloc.core.session import GLOBAL, NOT_CALLED
-from streamalloc.core.stream import StreamLike, as_stream, captures_changed
+from streamalloc.core.stream import StreamLike, captures_changed
 from streamalloc.driver.internal import RLock, cuda
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Graph(Closes):
         TypeError, ValueError
             ``stream`` is not a stream of this driver.
         """
-        target = as_stream(stream, self._session)
+        target: Stream = above.as_stream(stream, self._session)
         self.instantiate()
         hint = "free what an earlier launch allocated, or instantiate the graph with auto_free_on_launch=True"
         launched = self._executable._raw, target.checked_raw()

@@ -43,20 +43,17 @@ from streamalloc.core.fence import (
     record_uncaptured,
     settle,
 )
+from streamalloc.core.library_streams import LibraryStream, as_stream, awaited_stream, library_stream
 from streamalloc.core.memory import BufferView, Memory, TypedView, viewed
 from streamalloc.core.resource import Fd
 from streamalloc.core.stream import (
     LEGACY,
     NOT_CAPTURED,
     PER_THREAD,
-    LibraryStream,
     OwnStream,
     PerThreadStream,
     Stream,
     StreamLike,
-    as_stream,
-    awaited_stream,
-    library_stream,
     name_of_stream,
     this_thread,
 )

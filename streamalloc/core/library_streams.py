@@ -1,6 +1,7 @@
-"""Streams of other libraries: the types of their objects, their handles and devices, and a table of their streams.
+"""Streams of other libraries: their handles and devices, the :class:`Stream` for them, and the stream that an argument
+names.
 
-It takes several driver calls to find the device of a library's stream and make a ``Stream`` for it. So the table keeps
+It takes several driver calls to find the device of a library's stream and make a ``Stream`` for it. So a table keeps
 the latest results, each with the library's object. While that object lives, no other stream gets its handle, and no
 other object its ``id``: an entry that is found is valid. PyTorch makes a new object at each call and never destroys its
 own streams, so its entries are found by handle and device. No weak references refer to PyTorch's objects: PyTorch 2.x
@@ -10,44 +11,25 @@ frees its objects without clearing weak references, and the interpreter crashes 
 from __future__ import annotations
 
 import contextlib
-import enum
+import functools
+import weakref
 from collections.abc import Callable, Hashable
 from operator import attrgetter
 from types import GetSetDescriptorType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from streamalloc.core.device import Device, check_device
+from streamalloc.core.errors import CaptureError, InvalidContextError, refused
+from streamalloc.core.resource import above
+from streamalloc.core.stream import DEFAULT_HANDLES, PER_THREAD, Stream, StreamLike, default_stream, known_streams
 from streamalloc.driver.internal import cuda
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
+    from streamalloc.core.session import Session
 
-class SupportsCudaStream(Protocol):
-    """An object with ``__cuda_stream__``, such as a cuda.core stream. The method returns the version of the protocol,
-    which is 0, and the handle.
-    """
-
-    def __cuda_stream__(self) -> tuple[int, int]: ...
-
-
-class TorchStreamLike(Protocol):
-    """Type of PyTorch's streams; ``cuda_stream`` is the handle."""
-
-    @property
-    def cuda_stream(self) -> int: ...
-
-
-class CuPyStreamLike(Protocol):
-    """Type of CuPy's streams; ``ptr`` is the handle."""
-
-    @property
-    def ptr(self) -> int: ...
-
-
-class NumbaStreamLike(Protocol):
-    """Type of Numba's streams; ``handle`` is a ctypes pointer with the handle as its ``value``."""
-
-    @property
-    def handle(self) -> Any: ...
+# -- objects of other libraries --------------------------------------------------------------------------------
 
 
 def _by_protocol(stream: Any) -> int | None:
@@ -102,41 +84,6 @@ def handle_of_library_stream(stream: object, wanted: str = "stream must be a Str
     raise TypeError(f"{wanted} or an object that names its handle ({known}), not {stream!r}{way_out}")
 
 
-class _Named:
-    """Wrapper that gives a library's stream object an attribute ``is_closed``. The stream counts as closed once the
-    object's ``__cuda_stream__`` returns another handle or raises.
-    """
-
-    __slots__ = ("_number", "stream")
-
-    def __init__(self, stream: Any, number: int) -> None:
-        self.stream: Any = stream
-        self._number = number
-
-    @property
-    def is_closed(self) -> bool:
-        try:
-            return _by_protocol(self.stream) != self._number
-        except Exception:  # The library may refuse to give the handle of a closed stream.
-            return True
-
-
-def close_reporter(stream: Any, number: int) -> Any | None:
-    """Return an object whose attribute ``is_closed`` says whether a library's stream with handle ``number`` is closed;
-    None if users of the library cannot close the stream.
-
-    CuPy and PyTorch keep a stream open while its object lives. Other libraries with ``__cuda_stream__`` may close a
-    stream earlier.
-    """
-    if getattr(type(stream), "__cuda_stream__", None) is None:
-        return None
-    with contextlib.suppress(Exception):  # A property of a closed stream may raise.
-        if any(hasattr(stream, name) for name in ("ptr", "cuda_stream", "stream_id")):
-            return None
-    tells = isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType))
-    return stream if tells else _Named(stream, number)  # Streams of cuda.core have ``is_closed``.
-
-
 def device_of_library_stream(stream: object) -> int | None:
     """Return the device ordinal of a PyTorch or CuPy stream; None for streams of other libraries, whose objects do not
     name their device.
@@ -148,46 +95,159 @@ def device_of_library_stream(stream: object) -> int | None:
     return None
 
 
-class Ownership(enum.Enum):
-    """Owner of the driver's stream that a library's object names: the code that destroys the stream. A call with the
-    handle of a destroyed stream crashes the process.
+def _closed_by_number(number: int, stream: Any) -> bool:
+    """Whether a library has closed the stream with the handle ``number``: the object's ``__cuda_stream__`` returns
+    another handle or raises.
     """
-
-    OBJECT = enum.auto()
-    """Only the object, which then reports the stream as closed."""
-    UNKNOWN = enum.auto()
-    """Perhaps other code: the object may be a wrapper. It is trusted to keep the stream alive while it lives."""
-    OTHERS = enum.auto()
-    """Other code, at any time: the object only names the stream."""
+    try:
+        return _by_protocol(stream) != number
+    except Exception:  # The library may refuse to give the handle of a closed stream.
+        return True
 
 
-_OWNERS = ("cuda", "cupy", "numba", "torch")
-"""Libraries whose stream objects destroy their streams, unless they are known to only name them."""
+def _close_reporter(stream: Any, number: int) -> Callable[[Any], bool] | None:
+    """Return a function that takes a library's stream object and returns whether its stream, with the handle
+    ``number``, is closed; None if users of the library cannot close the stream.
 
-
-def ownership(stream: Any, number: int) -> Ownership:
-    """Return who destroys the stream with handle ``number``, which ``stream``, a library's object, names.
-
-    These objects only name a stream: the bindings' ``CUstream``, instances of a class ``ExternalStream`` (CuPy,
-    PyTorch), Numba's external streams, and PyTorch's objects whose ``stream_id`` is the handle. A stream of cuda.core
-    that was made by ``Stream.from_handle`` only names one too, but does not say so: the result is ``OBJECT``.
+    CuPy and PyTorch keep a stream open while its object lives. Other libraries with ``__cuda_stream__`` may close a
+    stream earlier.
     """
-    if (
+    if getattr(type(stream), "__cuda_stream__", None) is None:
+        return None
+    with contextlib.suppress(Exception):  # A property of a closed stream may raise.
+        if any(hasattr(stream, name) for name in ("ptr", "cuda_stream", "stream_id")):
+            return None
+    tells = isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType))
+    # Streams of cuda.core have ``is_closed``.
+    return attrgetter("is_closed") if tells else functools.partial(_closed_by_number, number)
+
+
+def _only_names(stream: Any, number: int) -> bool:
+    """Whether a library's object only names the stream with the handle ``number``, and other code may destroy the
+    stream at any time.
+
+    Such objects are the bindings' ``CUstream``, instances of a class ``ExternalStream`` (CuPy, PyTorch), Numba's
+    external streams, and PyTorch's objects whose ``stream_id`` is the handle. A stream of cuda.core that was made by
+    ``Stream.from_handle`` only names one too, but does not say so: the result is False.
+    """
+    return (
         isinstance(stream, cuda.CUstream)
         or type(stream).__name__ == "ExternalStream"
         or bool(getattr(stream, "external", False))  # Numba marks a stream that it did not make.
         or getattr(stream, "stream_id", None) == number
-    ):
-        return Ownership.OTHERS
-    known = any(base.__module__.partition(".")[0] in _OWNERS for base in type(stream).__mro__)
-    return Ownership.OBJECT if known else Ownership.UNKNOWN
+    )
+
+
+_OWNERS = ("cuda", "cupy", "numba", "torch")
+"""Libraries whose stream objects destroy their streams, unless the objects only name them. An object of another library
+may be a wrapper: it is trusted to keep the stream alive while it lives.
+"""
+
+
+# -- the Stream for an object ----------------------------------------------------------------------------------
+
+
+def _gone(_: object) -> None:
+    """Do nothing. A weak reference needs a callback so that the collector clears the reference before it calls
+    finalisers.
+    """
+
+
+class LibraryStream(Stream):
+    """A stream that other code made, and destroys.
+
+    This object keeps the library's object alive, which keeps the driver's stream alive. If the library still closes the
+    stream, calls on the stream are refused, because the handle of a destroyed stream crashes the process. Nothing can
+    then be ordered after the stream's work. So memory that was allocated on the stream is freed once the device was
+    idle (:func:`~streamalloc.core.fence.ordered_after`).
+    """
+
+    __slots__ = ("_alive", "asked", "owned", "owner")
+
+    owner: Any
+    """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` keeps it alive."""
+    owned: bool
+    """Whether only ``owner`` destroys the driver's stream, and then reports the stream as closed."""
+    asked: Callable[[Any], bool] | None
+    """Function that takes ``owner`` and returns whether its stream is closed, called before each driver call; None if
+    users of the library cannot close the stream.
+    """
+    _alive: weakref.ref[Stream]
+
+    @classmethod
+    def _borrow(
+        cls,
+        device: Device,
+        handle: int,
+        owner: object,
+        *,
+        owned: bool = False,
+        asked: Callable[[Any], bool] | None = None,
+    ) -> Self:
+        stream = cls.__new__(cls)
+        stream.owner, stream.owned, stream.asked = owner, owned, asked
+        stream._alive = weakref.ref(stream, _gone)
+        stream._prepare(device, cuda.CUstream(handle), capturable=True)
+        stream._open()
+        return stream
+
+    def _allow_direct(self) -> None:
+        super()._allow_direct()
+        if self.asked is not None:
+            self.direct = None
+
+    def ready(self, dropping: bool = False) -> Any | None:
+        # If the library's object is in the same garbage cycle as a dropped buffer, it may have been finalised before,
+        # and may have destroyed its stream. This LibraryStream is then garbage, too, and its weak reference `_alive` is
+        # cleared: the handle must not be used.
+        if dropping and self._alive() is None:
+            self._end_use()
+            # The item that frees the memory keeps this object alive. The collector has removed the object from the weak
+            # set.
+            known_streams(self._session).add(self)
+            return None
+        # The attribute `direct` is None, too, if an object has to be asked.
+        return self._raw if self.usable and not (self.asked is not None and self.asked(self.owner)) else None
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, or the stream's library closed it."""
+        return self._closed or (self.asked is not None and self.asked(self.owner))
+
+    def checked_raw(self) -> Any:
+        if self.closed:
+            self._end_use()
+        return super().checked_raw()
+
+    def _close(self) -> None:
+        with self._in_use:
+            if self._capture is not None:
+                raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
+            self._end_use()
+
+    def _end_use(self) -> None:
+        self._forbid_direct()
+        self._closed = True
+        self._spare.end(self._session)
+        self._submit_endings()
+
+
+LibraryStream.__name__ = LibraryStream.__qualname__ = "Stream"
+
+
+def borrowed_stream(device: Device, handle: int, owner: object) -> Stream:
+    """Return what :meth:`Stream.of_handle` does, with its errors."""
+    check_device("device", device)
+    if handle in DEFAULT_HANDLES:
+        return default_stream(device, handle)
+    return LibraryStream._borrow(device, handle, owner)
 
 
 # -- the table -------------------------------------------------------------------------------------------------
 
 MOST_KEPT = 64
-"""Largest number of entries of the table. The number is limited, because each entry keeps a library's stream from being
-destroyed.
+"""Largest number of entries of the table (``Session.library_streams``). The number is limited, because each entry keeps
+a library's stream from being destroyed.
 """
 
 _PYTORCH: dict[tuple[str, str], Callable[[Any], Hashable]] = {
@@ -203,41 +263,124 @@ is the object's ``id``.
 """
 
 
-class LibraryStreams:
-    """Table of the latest streams of other libraries, one per driver (``Session.library_streams``)."""
+def library_stream(stream: Any, session: Session) -> Stream:
+    """Return the :class:`Stream` for a library's stream object; the result may be closed. Raises TypeError if the
+    object is not a stream, and ValueError if its ``__cuda_stream__`` returns a version other than 0.
+    """
+    entry = session.library_streams.get(_keys.get(type(stream), id)(stream))
+    return _resolve(stream, session) if entry is None else entry[1]
 
-    __slots__ = ("entries", "latest")
 
-    def __init__(self) -> None:
-        self.entries: dict[Hashable, tuple[object, Any]] = {}
-        """Tuples of a library's object and the ``Stream`` for it, by key. The entry that was added last comes last."""
-        self.latest: tuple[object, Any] = object(), None
-        """The object and ``Stream`` that were found or kept last. Callers compare this object before they call
-        :meth:`find`.
-        """
+def _resolve(stream: Any, session: Session) -> Stream:
+    number = handle_of_library_stream(stream)
+    found: Stream
+    if number in DEFAULT_HANDLES:
+        # A default stream's handle names no device. Use the device that the library's object names, or that of the
+        # current context.
+        named = device_of_library_stream(stream)
+        ordinal = _current_ordinal(session) if named is None else Device(named, driver=session.driver).ordinal
+        found = default_stream(Device._of(ordinal, session), number)
+        # The result is not kept if the same object can name another stream on another thread or device.
+        keeps = number != PER_THREAD and (named is not None or session.call("cuDeviceGetCount") == 1)
+    else:
+        # cuStreamGetDevice would be one call, but on a captured stream it invalidates the capture.
+        ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
+        keeps = not _only_names(stream, number)
+        owned = keeps and any(base.__module__.partition(".")[0] in _OWNERS for base in type(stream).__mro__)
+        device, asked = Device._of(ordinal, session), _close_reporter(stream, number)
+        found = LibraryStream._borrow(device, number, stream, owned=owned, asked=asked)
+    if not isinstance(stream, cuda.CUstream):
+        found._notify_lent(found._raw, used=True)
+    # With a listener nothing is kept: the listener must be notified of each use of a library's stream.
+    if keeps and session.listener is None:
+        _keep(stream, found, session)
+    return found
 
-    def find(self, stream: Any) -> Any | None:
-        """Return the ``Stream`` that is kept for a library's object, and store both as :attr:`latest`; None if none is
-        kept.
-        """
-        entry = self.entries.get(_keys.get(type(stream), id)(stream))
-        if entry is None:
-            return None
-        self.latest = stream, entry[1]
-        return entry[1]
 
-    def keep(self, stream: Any, found: T) -> list[T]:
-        """Keep ``found``, the ``Stream`` of a library's object, as the latest entry. Returns a list of the ``Stream``
-        objects of entries that were removed for it.
-        """
-        kind = type(stream)
-        of_pytorch = _PYTORCH.get((kind.__module__, kind.__qualname__))
-        if of_pytorch is not None:
-            _keys[kind] = of_pytorch
-        key = _keys.get(kind, id)(stream)
-        left = [self.entries.pop(key, None)]
-        self.entries[key] = self.latest = stream, found
-        while len(self.entries) > MOST_KEPT:
-            with contextlib.suppress(RuntimeError, StopIteration):  # Another thread adds or removes entries.
-                left.append(self.entries.pop(next(iter(self.entries)), None))
-        return [entry[1] for entry in left if entry is not None and entry[1] is not found]
+def _keep(stream: Any, found: Stream, session: Session) -> None:
+    """Add an entry for a library's object to the table, and remove the oldest entries if there are too many."""
+    kind, kept = type(stream), session.library_streams
+    of_pytorch = _PYTORCH.get((kind.__module__, kind.__qualname__))
+    if of_pytorch is not None:
+        _keys[kind] = of_pytorch
+    key = _keys.get(kind, id)(stream)
+    left = [kept.pop(key, None)]
+    kept[key] = stream, found
+    while len(kept) > MOST_KEPT:
+        with contextlib.suppress(RuntimeError, StopIteration):  # Another thread adds or removes entries.
+            left.append(kept.pop(next(iter(kept)), None))
+    for entry in left:
+        if entry is not None and entry[1] is not found:
+            entry[1]._submit_endings()
+
+
+def _current_ordinal(session: Session) -> int:
+    """Return the ordinal of the current context's device (``cuCtxGetDevice``); 0 if no context is current, as in the
+    runtime API. Raises InvalidContextError if the current context was destroyed.
+    """
+    try:
+        return int(session.call("cuCtxGetDevice"))
+    except InvalidContextError as error:
+        # The error has another name for a destroyed context. 0 would then be a guess, because the context may have been
+        # of another device.
+        if error.name != "CUDA_ERROR_INVALID_CONTEXT":
+            raise
+        return 0
+
+
+# -- the stream that an argument names ---------------------------------------------------------------------------
+
+
+def as_stream(stream: StreamLike, session: Session, *, after: bool = False) -> Stream:
+    """Return ``stream``, ours or another library's, as an open :class:`Stream` of ``session``'s driver.
+
+    By default the caller queues work on the result: in place of a per-thread default stream of another thread, the
+    result is that of the calling thread. With ``after``, something is to come after the stream's work: the result is
+    then :meth:`Stream.covering`.
+
+    Raises
+    ------
+    TypeError
+        The object is not a stream.
+    ValueError
+        The stream belongs to another driver, or ``__cuda_stream__`` returns a version other than 0. Streams of other
+        devices of the same driver are accepted.
+    ClosedError
+        The stream was closed.
+    """
+    if isinstance(stream, Stream) and stream.direct is not None and stream._session is session:
+        return stream
+    found = stream if isinstance(stream, Stream) else library_stream(stream, session)
+    if found._session is not session:
+        raise ValueError(
+            f"{found!r} belongs to another driver: {found._session.driver!r}, not {session.driver!r} "
+            "(driver.use() chooses one for its own thread or task only, driver.set_default() for all)"
+        )
+    if found is not stream and found.closed:
+        # The library has closed the stream that was found. The library's object may have a new stream by now.
+        found = _resolve(stream, session)
+    found.checked_raw()
+    return found.covering() if after else found.of_this_thread()
+
+
+def awaited_stream(name: str, other: StreamLike, session: Session) -> Stream:
+    """Return the stream ``other`` of a wait, as :func:`as_stream` does. Its TypeError has the argument's ``name``, and
+    names events, too.
+    """
+    try:
+        return as_stream(other, session, after=True)
+    except TypeError:
+        handle_of_library_stream(other, f"{name} must be an Event, a Stream")
+        raise
+
+
+def queue_handle(stream: StreamLike, session: Session) -> Any | None:
+    """Return the ``CUstream`` if this thread may queue work on ``stream``, ours or a library's, by a direct driver
+    call. Return None if a checked call is needed, also if the stream is of another driver.
+    """
+    found = stream if isinstance(stream, Stream) else library_stream(stream, session)
+    return (found.direct or found.ready()) if found._session is session else None
+
+
+# This module builds on those of streams and graphs, which call these functions.
+above.as_stream, above.awaited_stream, above.borrowed_stream = as_stream, awaited_stream, borrowed_stream

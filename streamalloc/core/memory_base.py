@@ -12,10 +12,11 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from streamalloc.core.device import Device, known_location
 from streamalloc.core.errors import ClosedError
+from streamalloc.core.library_streams import as_stream
 from streamalloc.core.properties import MemAdvise, MemLocation, MemLocationType, checked_type
 from streamalloc.core.resource import Shareable
 from streamalloc.core.session import Session
-from streamalloc.core.stream import LEGACY, Stream, StreamLike, as_stream
+from streamalloc.core.stream import LEGACY, Stream, StreamLike
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row, Shown, mib, place
 

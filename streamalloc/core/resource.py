@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from streamalloc.core.session import Session
 
 above: Any = types.SimpleNamespace()
-"""Functions of areas that build on core. ``streamalloc/__init__.py`` sets them; each imports its module when first
-called.
+"""Functions of modules that build on the module that calls them. :mod:`~streamalloc.core.library_streams` sets its own;
+``streamalloc/__init__.py`` sets those of other areas, each of which imports its module when first called.
 """
 
 

@@ -23,12 +23,11 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from streamalloc.core.errors import attach, error_from, is_gone, unsupported
-from streamalloc.core.library_streams import LibraryStreams
 from streamalloc.driver import ForkedProcessError
 from streamalloc.driver.internal import BINDINGS_VERSION, PreventedCallError, RLock, as_asked, cuda, version_that_added
 
@@ -123,7 +122,10 @@ class Session(_Direct):
         """Listener of a driver that checks stream order (``driver.checked``), else None. The listener only records
         calls.
         """
-        self.library_streams: LibraryStreams = LibraryStreams()
+        self.library_streams: dict[Hashable, tuple[object, Any]] = {}
+        """Latest streams of other libraries, each with the library's object, by key
+        (:mod:`streamalloc.core.library_streams`). The entry that was added last comes last.
+        """
         self.beside_captures: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         """Returns a context manager for a driver call that must invalidate no capture of another thread. The deferred
         queue, which lists the captures, replaces this default.

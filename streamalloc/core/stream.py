@@ -1,8 +1,9 @@
 """Streams: queues of work that one device runs in order.
 
 There are three kinds: streams of :meth:`Device.create_stream` (:class:`OwnStream`), default streams
-(:class:`DefaultStream`), and streams of other libraries (:class:`LibraryStream`). Each kind answers in one method,
-:meth:`Stream.ready`, whether this thread may call the driver at once, and with which handle. These are asked:
+(:class:`DefaultStream`), and streams of other libraries (:mod:`~streamalloc.core.library_streams`). Each kind answers
+in one method, :meth:`Stream.ready`, whether this thread may call the driver at once, and with which handle. These are
+asked:
 
 ====================  =====================================================  ==========================================
 kind                  before any call                                        before an allocation, too
@@ -23,34 +24,25 @@ another library's     the library's object, if its users can close it        the
   ``cuStreamIsCapturing`` tells of a capture and leaves it valid; ``cuStreamGetId`` and ``cuStreamGetFlags`` invalidate
   it. A free need not ask: in a capture the driver refuses to free memory of a pool, and the capture stays valid.
 
-Two attributes save the call of the method where nothing must be asked: ``direct`` before any call, ``unlent`` before an
-allocation. So callers write ``stream.direct or stream.ready()``. An allocation first takes ``unlent``; without it, and
-if other code may capture the stream (``capturable``), :class:`Allocator` and the cache ask the driver. The third
-attribute, ``usable``, is False while something forbids direct calls. :meth:`Stream._allow_direct` and
-:meth:`Stream._forbid_direct` set all three:
+Three attributes save the call of the method where nothing must be asked. So callers write ``stream.direct or
+stream.ready()``, and an allocation first takes ``unlent``.
 
-===============================================  ==========  ==========  ==========
-state of the stream                              ``direct``  ``unlent``  ``usable``
-===============================================  ==========  ==========  ==========
-open, and no other code has the handle           the handle  the handle  True
-open, and other code has the handle              the handle  None        True
-open, and its library's users can close it       None        None        True
-a default stream                                 None        None        True
-a default stream while this package captures     None        None        False
-any stream while one is captured in mode global  None        None        False
-closed, or captured by this package              None        None        False
-with an item to attempt before more work         None        None        False
-===============================================  ==========  ==========  ==========
+* ``usable`` is True unless something forbids direct calls: the stream is closed or captured by this package, has an
+  item to attempt before more work, or this package captures any stream in the mode ``"global"``. Default streams are
+  also not usable during other captures of this package.
+* ``direct`` is the handle if the stream is usable and nothing is to be asked before a call; otherwise None.
+* ``unlent`` is the handle if nothing is to be asked before an allocation, either; otherwise None.
 
-If the result is None, callers make a checked call, which repairs what it can, and raises an error otherwise:
+If the result is None, callers make a checked call (:meth:`Stream.checked_call`), which repairs what it can, and raises
+an error otherwise:
 
 * :meth:`Stream.checked_raw` raises :class:`ClosedError` for a closed stream, and attempts the items.
 * :meth:`Stream.of_this_thread` replaces a per-thread default stream of another thread by the per-thread stream of this
   thread, for work that is queued. :meth:`Stream.covering` replaces it by the legacy stream, for what comes after its
   work.
 * :meth:`Stream.in_context` makes the context current, and protects captures of other threads.
-* :meth:`Stream.checked_call` does the same, and asks for a capture: memory is then allocated for the graph, memory of
-  the graph is freed in it, and other calls raise :class:`CaptureError`.
+* :func:`captured` asks for a capture: memory is then allocated for the graph, memory of the graph is freed in it, and
+  other calls raise :class:`CaptureError` (:meth:`Stream.run_uncaptured`).
 """
 
 from __future__ import annotations
@@ -61,10 +53,10 @@ import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, Union, cast
 
 from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, HandleEnd, deferred_queue, end_handle, work
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError, InvalidContextError, error_from, refused
+from streamalloc.core.errors import CaptureError, ClosedError, CudaError, error_from, refused
 from streamalloc.core.event import (
     Event,
     EventLike,
@@ -74,18 +66,7 @@ from streamalloc.core.event import (
     foreign_event,
     is_done,
 )
-from streamalloc.core.library_streams import (
-    CuPyStreamLike,
-    NumbaStreamLike,
-    Ownership,
-    SupportsCudaStream,
-    TorchStreamLike,
-    close_reporter,
-    device_of_library_stream,
-    handle_of_library_stream,
-    ownership,
-)
-from streamalloc.core.resource import Closes
+from streamalloc.core.resource import Closes, above
 from streamalloc.core.session import PerDriver, Session, members, sessions
 from streamalloc.driver.internal import SETTLERS, RLock, ThreadLocal, cuda
 from streamalloc.formats.html import Row, Shown
@@ -97,6 +78,36 @@ if TYPE_CHECKING:
     from streamalloc.core.graph import Capture, CaptureMode, Graph
 
 T = TypeVar("T")
+
+
+class SupportsCudaStream(Protocol):
+    """An object with ``__cuda_stream__``, such as a cuda.core stream. The method returns the version of the protocol,
+    which is 0, and the handle.
+    """
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class TorchStreamLike(Protocol):
+    """Type of PyTorch's streams; ``cuda_stream`` is the handle."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+class CuPyStreamLike(Protocol):
+    """Type of CuPy's streams; ``ptr`` is the handle."""
+
+    @property
+    def ptr(self) -> int: ...
+
+
+class NumbaStreamLike(Protocol):
+    """Type of Numba's streams; ``handle`` is a ctypes pointer with the handle as its ``value``."""
+
+    @property
+    def handle(self) -> Any: ...
+
 
 StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuPyStreamLike, NumbaStreamLike]
 """A :class:`Stream`, an object with ``__cuda_stream__``, or a CuPy, PyTorch or Numba stream."""
@@ -162,7 +173,7 @@ class Stream(Closes, Shown):
 
     __slots__ = (
         "__weakref__", "_attempting", "_before_work", "_capture", "_closed", "_in_use", "_number", "_raw", "_session",
-        "_spare", "capturable", "device", "direct", "endings", "free_lists", "thread", "unlent", "usable",
+        "_spare", "capturable", "device", "direct", "drained", "endings", "free_lists", "unlent", "usable",
     )  # fmt: skip
 
     _inner = (
@@ -191,10 +202,8 @@ class Stream(Closes, Shown):
     """``CUstream`` if memory may be allocated without a check, because no other code has the handle; else None."""
     usable: bool
     """Whether direct calls and reuse of cached memory are allowed; the table of the module says when they are not."""
-    thread: int | None
-    """Identifier (``get_ident``) of the thread whose work a per-thread default stream orders. 0 once the thread has
-    ended, because a new thread may get the same identifier. None for other streams, which any thread may use.
-    """
+    thread: int | None = None
+    """Identifier of the only thread that may queue work on a per-thread default stream; None for other streams."""
     free_lists: dict[object, dict[int, Any]]
     """Free lists of caches, by the cache's key: dicts of lists of blocks, by ``(nbytes - 1) // 512`` of a request."""
 
@@ -218,8 +227,9 @@ class Stream(Closes, Shown):
         """Deferred releases to attempt before more work is queued, see :func:`queue_behind`."""
         self._attempting: list[int] = []
         """Identifiers of threads that are attempting ``_before_work``."""
+        self.drained = False
+        """Whether the device was found idle at some time after the close of the stream, which then has no work left."""
         self.free_lists = {}
-        self.thread = None
         self._forbid_direct()
         # Set last, because the finaliser does nothing for an object without a handle.
         self._raw = raw
@@ -246,12 +256,7 @@ class Stream(Closes, Shown):
             Object that keeps the driver's stream alive, and that the result keeps alive; None if the caller keeps the
             driver's stream alive. Not used for default streams.
         """
-        from streamalloc.core.device import check_device
-
-        check_device("device", device)
-        if handle in DEFAULT_HANDLES:
-            return default_stream(device, handle)
-        return LibraryStream._borrow(device, handle, owner)
+        return cast("Stream", above.borrowed_stream(device, handle, owner))
 
     # -- direct calls ------------------------------------------------------------------------------------------
 
@@ -354,7 +359,7 @@ class Stream(Closes, Shown):
 
     def checked_raw(self) -> Any:
         """Attempt the items of :func:`queue_behind`, and return the ``CUstream``. Raises ClosedError."""
-        if self.closed:
+        if self._closed:
             raise ClosedError(f"{self!r} was closed")
         if self._before_work and get_ident() not in self._attempting:
             self._attempt_before_work()
@@ -431,10 +436,8 @@ class Stream(Closes, Shown):
         elif event._session is not session:
             raise ValueError(f"{event!r} belongs to another driver than {self!r}")
         recorded = event._checked_raw()
-        if handle is None:
-            result = self.in_context(session.cuEventRecord, recorded, raw)[0]
-        else:
-            result = session.cuEventRecord(recorded, raw)[0]
+        record = session.cuEventRecord
+        result = (self.in_context(record, recorded, raw) if handle is None else record(recorded, raw))[0]
         if result:
             if reused:
                 # Without `_spare`, the finaliser destroys the driver's event instead of keeping it for a later record.
@@ -460,7 +463,7 @@ class Stream(Closes, Shown):
         if raw is None:
             if not isinstance(event, Event):
                 self.checked_raw()  # Raises for a closed stream before the other stream records an event.
-                event = awaited_stream("other", cast("StreamLike", other), session).record()
+                event = above.awaited_stream("other", other, session).record()
             elif event._session is not session:
                 raise ValueError(f"{event!r} belongs to another driver than {self!r}")
             capture, raw = event._capture, event._checked_raw()
@@ -566,17 +569,6 @@ class Stream(Closes, Shown):
         name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
         return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
-
-
-def awaited_stream(name: str, other: StreamLike, session: Session) -> Stream:
-    """Return the stream ``other`` of a wait, as :func:`as_stream` does. Its TypeError has the argument's ``name``, and
-    names events, too.
-    """
-    try:
-        return as_stream(other, session, after=True)
-    except TypeError:
-        handle_of_library_stream(other, f"{name} must be an Event, a Stream")
-        raise
 
 
 def captured(session: Session, raw: Any) -> bool:
@@ -748,28 +740,19 @@ class DefaultStream(Stream):
 
     is_default = True
     _current: Any
-    """The tuple that ``cuCtxGetCurrent`` returns while the stream's context is current; None while direct calls are
-    forbidden.
-    """
+    """The tuple that ``cuCtxGetCurrent`` returns while the stream's context is current."""
 
     @classmethod
     def _make(cls, device: Device, handle: int) -> Self:
         stream = cls.__new__(cls)
+        stream._current = cuda.CUresult.CUDA_SUCCESS, device._session.context(device.ordinal)
         stream._prepare(device, cuda.CUstream(handle), capturable=handle == PER_THREAD)
         stream._open()
         return stream
 
-    def _forbid_direct(self) -> None:
-        super()._forbid_direct()
-        self._current = None
-
     def _allow_direct(self) -> None:
         # During a capture by this package, a checked call finds out whether a blocking stream is being captured.
-        if self._capture or self._before_work or deferred_queue(self._session).captures:
-            self._forbid_direct()
-        else:
-            self._current = cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal)
-            self.usable = True
+        self.usable = not (self._capture or self._before_work or deferred_queue(self._session).captures)
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
         return self._session.current(self.device.ordinal)
@@ -784,7 +767,7 @@ class LegacyStream(DefaultStream):
 
     def ready(self, dropping: bool = False) -> Any | None:
         current = self._session.cuCtxGetCurrent  # A function in an attribute is called faster by a local name.
-        if current() != self._current:
+        if not self.usable or current() != self._current:
             return None
         # A free on the legacy stream would invalidate captures of blocking streams. During such a capture
         # cuStreamIsCapturing returns an error for the legacy stream. A finaliser then leaves the free to a deferred
@@ -801,7 +784,16 @@ class PerThreadStream(DefaultStream):
     per-thread streams of all threads.
     """
 
-    __slots__ = ()
+    __slots__ = ("thread",)
+
+    thread: int
+    """Identifier (``get_ident``) of the thread. 0 once the thread has ended, because a new thread may get the same
+    identifier.
+    """
+
+    def _open(self) -> None:
+        self.thread = get_ident()
+        super()._open()
 
     def of_this_thread(self) -> Stream:
         return per_thread_stream(self.device)
@@ -822,8 +814,8 @@ class PerThreadStream(DefaultStream):
         return Stream.query(self.covering())
 
     def ready(self, dropping: bool = False) -> Any | None:
-        current = self._session.cuCtxGetCurrent
-        return self._raw if self.thread == get_ident() and current() == self._current else None
+        current, mine = self._session.cuCtxGetCurrent, self.thread == get_ident()
+        return self._raw if mine and self.usable and current() == self._current else None
 
 
 class _ThreadStreams(ThreadLocal, streams=dict):
@@ -841,7 +833,6 @@ class _OfThread:
 
     def __init__(self, device: Device) -> None:
         self.stream: PerThreadStream = PerThreadStream._make(device, PER_THREAD)
-        self.stream.thread = get_ident()
 
     def __del__(self) -> None:
         stream = getattr(self, "stream", None)  # The attribute is missing if __init__ has raised.
@@ -876,199 +867,8 @@ def default_stream(device: Device, handle: int) -> DefaultStream:
     return per_thread_stream(device) if handle == PER_THREAD else legacy_stream(device)
 
 
-# -- streams of other libraries ----------------------------------------------------------------------------------
-
-
-def _gone(_: object) -> None:
-    """Do nothing. A weak reference needs a callback so that the collector clears the reference before it calls
-    finalisers.
-    """
-
-
-class LibraryStream(Stream):
-    """A stream that other code made, and destroys.
-
-    This object keeps the library's object alive, which keeps the driver's stream alive. If the library still closes the
-    stream, calls on the stream are refused, because the handle of a destroyed stream crashes the process. Nothing can
-    then be ordered after the stream's work. So memory that was allocated on the stream is freed once the device was
-    idle (:func:`ordered_after`).
-    """
-
-    __slots__ = ("_alive", "asked", "drained", "owned", "owner")
-
-    owner: Any
-    """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` keeps it alive."""
-    owned: bool
-    """Whether only ``owner`` destroys the driver's stream, and then reports the stream as closed
-    (``Ownership.OBJECT``).
-    """
-    asked: Any
-    """Object whose ``is_closed`` is asked before each call; None if users of the library cannot close the stream."""
-    drained: bool
-    """Whether the device was found idle at some time after the close of the stream, which then has no work left."""
-    _alive: weakref.ref[Stream]
-
-    @classmethod
-    def _borrow(cls, device: Device, handle: int, owner: object, *, owned: bool = False, asked: Any = None) -> Self:
-        stream = cls.__new__(cls)
-        stream.owner, stream.owned, stream.asked = owner, owned, asked
-        stream.drained = False
-        stream._alive = weakref.ref(stream, _gone)
-        stream._prepare(device, cuda.CUstream(handle), capturable=True)
-        stream._open()
-        return stream
-
-    def _allow_direct(self) -> None:
-        super()._allow_direct()
-        if self.asked is not None:
-            self.direct = None
-
-    def ready(self, dropping: bool = False) -> Any | None:
-        # If the library's object is in the same garbage cycle as a dropped buffer, it may have been finalised before,
-        # and may have destroyed its stream. This LibraryStream is then garbage, too, and its weak reference `_alive` is
-        # cleared: the handle must not be used.
-        if dropping and self._alive() is None:
-            self._end_use()
-            # The item that frees the memory keeps this object alive. The collector has removed the object from the weak
-            # set.
-            known_streams(self._session).add(self)
-            return None
-        # The attribute `direct` is None, too, if an object has to be asked.
-        return self._raw if self.usable and not (self.asked is not None and self.asked.is_closed) else None
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called, or the stream's library closed it."""
-        if not self._closed and self.asked is not None and self.asked.is_closed:
-            self._end_use()
-        return self._closed
-
-    def _close(self) -> None:
-        with self._in_use:
-            if self._capture is not None:
-                raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
-            self._end_use()
-
-    def _end_use(self) -> None:
-        self._forbid_direct()
-        self._closed = True
-        self._spare.end(self._session)
-        self._submit_endings()
-
-
-@contextlib.contextmanager
-def draining(session: Session, ordinal: int) -> Iterator[None]:
-    """Return a context manager for a call that waits for all work of device ``ordinal``. At its end, streams that their
-    libraries had closed before the call are marked as ``drained``.
-    """
-    several = [one for one in members(known_streams(session)) if isinstance(one, LibraryStream) and one.closed]
-    yield
-    for stream in several:
-        stream.drained |= stream.device.ordinal == ordinal
-
-
-for _kind in (OwnStream, LegacyStream, PerThreadStream, LibraryStream):
+for _kind in (OwnStream, LegacyStream, PerThreadStream):
     _kind.__name__ = _kind.__qualname__ = "Stream"
-
-
-# -- the stream that an argument names ---------------------------------------------------------------------------
-
-
-def as_stream(stream: StreamLike, session: Session, *, after: bool = False) -> Stream:
-    """Return ``stream``, ours or another library's, as an open :class:`Stream` of ``session``'s driver.
-
-    By default the caller queues work on the result: in place of a per-thread default stream of another thread, the
-    result is that of the calling thread. With ``after``, something is to come after the stream's work: the result is
-    then :meth:`Stream.covering`.
-
-    Raises
-    ------
-    TypeError
-        The object is not a stream.
-    ValueError
-        The stream belongs to another driver, or ``__cuda_stream__`` returns a version other than 0. Streams of other
-        devices of the same driver are accepted.
-    ClosedError
-        The stream was closed.
-    """
-    if isinstance(stream, Stream) and stream.direct is not None and stream._session is session:
-        return stream
-    found = stream if isinstance(stream, Stream) else library_stream(stream, session)
-    if found._session is not session:
-        raise ValueError(
-            f"{found!r} belongs to another driver: {found._session.driver!r}, not {session.driver!r} "
-            "(driver.use() chooses one for its own thread or task only, driver.set_default() for all)"
-        )
-    if found is not stream and found.closed:
-        # The library has closed the stream that was found. The library's object may have a new stream by now.
-        found = _resolve(stream, session)
-    found.checked_raw()
-    return found.covering() if after else found.of_this_thread()
-
-
-def library_stream(stream: Any, session: Session) -> Stream:
-    """Return the :class:`Stream` for a library's stream object; the result may be closed. Raises TypeError if the
-    object is not a stream, and ValueError if its ``__cuda_stream__`` returns a version other than 0.
-
-    The result is kept in a table for the next call, see :mod:`streamalloc.core.library_streams`.
-    """
-    found: Stream
-    owner, found = session.library_streams.latest
-    if owner is not stream:
-        found = session.library_streams.find(stream) or _resolve(stream, session)
-    return found
-
-
-def _resolve(stream: Any, session: Session) -> Stream:
-    from streamalloc.core.device import Device
-
-    number = handle_of_library_stream(stream)
-    found: Stream
-    if number in DEFAULT_HANDLES:
-        # A default stream's handle names no device. Use the device that the library's object names, or that of the
-        # current context.
-        named = device_of_library_stream(stream)
-        ordinal = _current_ordinal(session) if named is None else Device(named, driver=session.driver).ordinal
-        found = default_stream(Device._of(ordinal, session), number)
-        # The result is not kept if the same object can name another stream on another thread or device.
-        keeps = number != PER_THREAD and (named is not None or session.call("cuDeviceGetCount") == 1)
-    else:
-        # cuStreamGetDevice would be one call, but on a captured stream it invalidates the capture.
-        ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
-        device, who = Device._of(ordinal, session), ownership(stream, number)
-        found = LibraryStream._borrow(
-            device, number, stream, owned=who is Ownership.OBJECT, asked=close_reporter(stream, number)
-        )
-        keeps = who is not Ownership.OTHERS
-    if not isinstance(stream, cuda.CUstream):
-        found._notify_lent(found._raw, used=True)
-    # With a listener nothing is kept: the listener must be notified of each use of a library's stream.
-    if keeps and session.listener is None:
-        for ended in session.library_streams.keep(stream, found):
-            ended._submit_endings()
-    return found
-
-
-def _current_ordinal(session: Session) -> int:
-    """Return the ordinal of the current context's device (``cuCtxGetDevice``); 0 if no context is current, as in the
-    runtime API. Raises InvalidContextError if the current context was destroyed.
-    """
-    try:
-        return int(session.call("cuCtxGetDevice"))
-    except InvalidContextError as error:
-        # The error has another name for a destroyed context. 0 would then be a guess, because the context may have been
-        # of another device.
-        if error.name != "CUDA_ERROR_INVALID_CONTEXT":
-            raise
-        return 0
-
-
-def queue_handle(stream: StreamLike, session: Session) -> Any | None:
-    """Return the ``CUstream`` if this thread may queue work on ``stream``, ours or a library's, by a direct driver
-    call. Return None if a checked call is needed, also if the stream is of another driver.
-    """
-    found = stream if isinstance(stream, Stream) else library_stream(stream, session)
-    return (found.direct or found.ready()) if found._session is session else None
 
 
 # -- all streams of a driver -------------------------------------------------------------------------------------
@@ -1080,14 +880,24 @@ closed.
 """
 
 
+@contextlib.contextmanager
+def draining(session: Session, ordinal: int) -> Iterator[None]:
+    """Return a context manager for a call that waits for all work of device ``ordinal``. At its end, streams that were
+    closed before the call are marked as ``drained``: what had to wait for their work can now be done.
+    """
+    closed = [one for one in members(known_streams(session)) if one.closed and one.device.ordinal == ordinal]
+    yield
+    for stream in closed:
+        stream.drained = True
+        stream._submit_endings()
+
+
 def captures_changed(session: Session) -> None:
     """Forbid direct calls after a capture by this package was listed, or allow them again after its end. During a
     capture, direct calls are forbidden on default streams, and in the mode ``"global"`` on all streams.
     """
-    forbidding = deferred_queue(session).forbidding
     for stream in members(known_streams(session)):
-        if forbidding:
-            stream._forbid_direct()
+        stream._forbid_direct()
         stream._allow_direct()
 
 

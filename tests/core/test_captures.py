@@ -17,8 +17,8 @@ from streamalloc import ipc, vmm
 from streamalloc.core.deferred import deferred_queue, work
 from streamalloc.core.fence import all_work
 from streamalloc.core.graph import Capture
+from streamalloc.core.library_streams import as_stream
 from streamalloc.core.session import session_of
-from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.interop.bridge import FreeAfterAll, free_after_all

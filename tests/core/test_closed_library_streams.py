@@ -136,8 +136,7 @@ def scene(
 def forget_streams(device: sa.Device) -> None:
     """Empty the table of library streams."""
     session = session_of(device)
-    session.library_streams.entries.clear()
-    session.library_streams.latest = (object(), None)
+    session.library_streams.clear()
 
 
 def names_it(values: Iterable[Any], handle: int) -> bool:

@@ -16,8 +16,9 @@ from streamalloc.core import library_streams
 from streamalloc.core.allocator import Allocator
 from streamalloc.core.buffer import PoolBuffer
 from streamalloc.core.fence import Fence
+from streamalloc.core.library_streams import as_stream
 from streamalloc.core.session import Session, session_of
-from streamalloc.core.stream import OwnStream, as_stream
+from streamalloc.core.stream import OwnStream
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults
 from tests.interleaving import interleaved
@@ -84,7 +85,7 @@ class Scene(NamedTuple):
 def streams_of_pytorch_stay(machine: Any) -> Iterator[None]:
     """The stand-ins do not: their streams end with the test, so the session must not keep them."""
     yield
-    Session.of(machine).library_streams.entries.clear()
+    Session.of(machine).library_streams.clear()
 
 
 @pytest.fixture
@@ -194,7 +195,7 @@ def test_each_object_of_pytorch_is_the_same_stream(scene: Scene) -> None:
     session, handle = session_of(scene.device), scene.theirs.handle
     known = as_stream(of_pytorch(handle), session)
     assert known.device == scene.device and as_stream(of_pytorch(handle), session) is known
-    assert list(session.library_streams.entries) == [(handle, 0)]
+    assert list(session.library_streams) == [(handle, 0)]
     # What users have they may close.
     scene.pool.allocate(64, of_pytorch(handle)).stream.close()
     assert known.closed and not as_stream(of_pytorch(handle), session).closed
@@ -220,7 +221,7 @@ def test_an_object_that_only_names_a_stream_is_resolved_each_time(scene: Scene, 
         Fence(session)
         recorded = {int(call.args[1]) for call in scene.driver.calls[before:] if call.name == "cuEventRecord"}
         assert scene.own.handle in recorded and buffer.stream not in Fence(session)._ends
-    assert not session.library_streams.entries
+    assert not session.library_streams
 
 
 @pytest.mark.parametrize("kind", [Torch, AnyTorch, ExternalStream])

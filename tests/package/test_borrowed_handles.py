@@ -14,8 +14,8 @@ import pytest
 import streamalloc as sa
 from streamalloc import interop, multicast, observing, vmm
 from streamalloc.core.fence import Fence, await_closed, ordered_after, queue_behind
+from streamalloc.core.library_streams import as_stream
 from streamalloc.core.session import session_of
-from streamalloc.core.stream import as_stream
 from streamalloc.driver.account import ENDERS, MAKERS
 from streamalloc.driver.bindings import cuda
 from tests.support import end_what_was_dropped

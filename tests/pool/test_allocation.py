@@ -13,9 +13,9 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, observing
+from streamalloc.core.library_streams import as_stream
 from streamalloc.core.properties import checked_size
 from streamalloc.core.session import session_of
-from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
 from tests.support import GROWTH, KEEP, MiB, captured, each_raises, executed, holds, in_threads, names, pending
