@@ -403,12 +403,11 @@ class _DeferredFree(Deferred):
         return True
 
     def _free(self, lease: Lease, ordered: Stream) -> bool:
-        ordered.refuse_capture("cuMemFreeAsync", _IN_A_CAPTURE)
         if not lease.end(ordered, for_good=True):
             return False
         session, raw = lease._exports.session, ordered.checked_raw()
-        with ordered.device.current(), notify_freed(session, int(self._raw), raw):
-            session.release(self, "cuMemFreeAsync", raw)
+        with notify_freed(session, int(self._raw), raw):
+            ordered.in_context(session.release, self, "cuMemFreeAsync", raw)
         return True
 
     def forget(self) -> None:

@@ -39,7 +39,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.formats.html import Row
-from streamalloc.ipc.importer.imports import Import, LeaseUse, PoolImport, imports_of
+from streamalloc.ipc.importer.imports import IN_A_CAPTURE, Import, LeaseUse, PoolImport, imports_of
 from streamalloc.ipc.wire.control_block import ControlBlock, ExporterWords, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechanism
 from streamalloc.pool.internal import OnceIdle, location_of_pool
@@ -422,9 +422,7 @@ class ImportedBuffer(ForeignMemory, Closes):
             in_order_of(ordered, self._close_on)
 
     def _close_on(self, ordered: Stream) -> None:
-        if ordered.unlent is None:
-            ordered.checked_raw()
-            ordered.refuse_capture("cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
+        ordered.refuse_capture("cuStreamWriteValue32", IN_A_CAPTURE)
         if self._contents:
             self._await_on(ordered)
         self._import.end_use(self._use, ordered)

@@ -44,6 +44,7 @@ _LAZY_PEER_ACCESS = 1
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _BAD_HANDLE = "the descriptor that came along is no handle of this kind of memory, or of another machine"
+IN_A_CAPTURE = "memory of other processes cannot be closed in a capture"
 _BAD_POINTER = "the owner's process has freed it, has ended, or is this one; or it is of another pool"
 
 
@@ -314,15 +315,10 @@ class Import:
             else:
                 for event in self.passed:
                     stream.wait(event)
-                handle = stream.unlent
-                if handle is not None:
-                    self._end(stream, handle)
-                else:
-                    with self.imports.session.relaxed(), stream.device.current():
-                        self._end(stream, stream.checked_raw())
+                stream.run_uncaptured("cuMemFreeAsync", IN_A_CAPTURE, self._end, stream)
             self.uses.discard(use)
 
-    def _end(self, stream: Stream, handle: Any) -> None:
+    def _end(self, handle: Any, stream: Stream) -> None:
         """Free the memory after the work of ``stream`` (``cuMemFreeAsync``), whose ``CUstream`` is ``handle``, or at
         once (``cuIpcCloseMemHandle``). Then end the uses of the leases. Raises CudaError; the memory then stays, unless
         it no longer exists.
