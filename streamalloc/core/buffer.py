@@ -21,7 +21,7 @@ The way of a free (:meth:`Buffer.free`). The thread that takes the pointer out o
 The way of a drop (:meth:`PoolBuffer.__del__`):
 
 1. *Ready.* :meth:`Stream.ready` gives the handle; the stream is not destroyed meanwhile.
-2. *Driver.* ``free_function`` frees, in the relaxed capture mode.
+2. *Driver.* ``free_function`` frees, in the relaxed capture mode; for a default stream, if need be, in its context.
 3. *Later.* Without a handle, or after a refusal, the queue of ends gets a :class:`_FreeDropped`. A point of work frees
    the memory in the order of its stream (:func:`~streamalloc.core.fence.ordered_after`). Shared memory goes to
    :meth:`SharedState.drop`.
@@ -30,6 +30,7 @@ The way of a drop (:meth:`PoolBuffer.__del__`):
 from __future__ import annotations
 
 import abc
+import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -604,18 +605,18 @@ class PoolBuffer(Buffer):
                 mode = GLOBAL
             elif handle is not None:
                 result = free(ptr, handle)[0]
+            elif stream.is_default and stream.usable:
+                # Perhaps only another context is current. If the driver refuses a change of contexts before the free,
+                # `handle` stays None; after the free, only the error is lost.
+                with contextlib.suppress(CudaError), stream._context():
+                    handle = stream.ready(True)
+                    if handle is not None:
+                        result = free(ptr, handle)[0]
         finally:
             exchange(mode)
             dropping.pop()
-        if result:
-            error = error_from(result, "cuMemFreeAsync")
-            # In a capture, the driver returns the same error for memory that no longer exists and for memory that is
-            # not the graph's. So the error is final only outside of a capture.
-            if is_gone(error) and session.cuStreamIsCapturing(handle)[1] is NOT_CAPTURED:
-                _warn_not_freed(ptr, error)
-                return
         if handle is None or result:
-            deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
+            _free_later(session, ptr, stream, handle, result)
 
 
 PoolBuffer.__name__ = PoolBuffer.__qualname__ = "Buffer"
@@ -801,6 +802,20 @@ class GraphBuffer(Buffer):
 def _warn_not_freed(ptr: Any, error: CudaError) -> None:
     if not isinstance(error, LOST):  # A lost context has no memory left, so nothing leaks.
         warnings.warn(f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, 3)
+
+
+def _free_later(session: Session, ptr: Any, stream: Stream, handle: Any, result: Any) -> None:
+    """Submit an item that frees memory of a dropped buffer, unless the memory is gone. ``handle``: the ``CUstream`` on
+    which the driver has refused the free with ``result``; None if the driver was not called.
+    """
+    if handle is not None:
+        error = error_from(result, "cuMemFreeAsync")
+        # In a capture, the driver returns the same error for memory that no longer exists and for memory that is not
+        # the graph's. So the error is final only outside of a capture.
+        if is_gone(error) and session.cuStreamIsCapturing(handle)[1] is NOT_CAPTURED:
+            _warn_not_freed(ptr, error)
+            return
+    deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
 
 class _FreeDropped(Deferred):

@@ -15,7 +15,7 @@ from streamalloc import ipc, vmm
 from streamalloc.checker.judge import Judge
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.multicast import SymmetricMemory
-from tests.support import MiB
+from tests.support import MiB, in_threads
 from tests.vmm.support import PAGE
 
 GUIDE = Path(__file__).parents[2] / "notebooks/docs/contributing.md"
@@ -100,9 +100,9 @@ class World:
         yield "free, on a default stream without a current context", lambda: self.buffers.pop().free()
         self.allocate()
         yield "drop", self.buffers.pop
-        self.allocate(default=True)
+        in_threads(lambda: self.buffers.append(self.pool.allocate(MiB, self.device.per_thread_stream)))
         self.buffers.clear()
-        later = "drop, on a default stream without a current context; at a point of work after that"
+        later = "drop, on another thread's per-thread default stream; at a point of work after that"
         yield later, self.device.synchronize
         yield "a miss of the cache", lambda: self.cache.allocate(MiB, self.stream)
         yield "the cache's free blocks, if there is no memory", self.without_memory
