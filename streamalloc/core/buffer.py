@@ -14,9 +14,9 @@ The way of a free (:meth:`Buffer.free`). The thread that takes the pointer out o
    memory.
 2. *Driver.* ``free_function`` of the allocator frees (``cuMemFreeAsync``).
 3. *Refusal.* :meth:`Buffer._not_freed` puts the pointer back, unless the memory is gone.
-4. *Checked way.* :meth:`Buffer._free_checked` refuses captures that did not allocate the memory.
-   :func:`~streamalloc.core.fence.in_order_of` finds a stream after the uses. :class:`SharedState` frees shared memory,
-   :meth:`Buffer.free_on` other memory, by steps 2 and 3.
+4. *Checked way.* :meth:`Buffer._free_checked` finds a stream after the uses. :meth:`Buffer._free_after` refuses
+   captures that did not allocate the memory. :class:`SharedState` frees shared memory, :meth:`Buffer.free_on` other
+   memory, by steps 2 and 3.
 
 The way of a drop (:meth:`PoolBuffer.__del__`):
 
@@ -51,7 +51,7 @@ from streamalloc.core.errors import (
     size_text,
     undoing,
 )
-from streamalloc.core.fence import await_closed, in_order_of, ordered_after
+from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.library_streams import as_stream
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import (
@@ -480,7 +480,7 @@ class Buffer(Memory, Closes):
         ordered = self._ordered_on(stream, after=True)
         self._session.check_process()
 
-        in_order_of(ordered, lambda last: last.checked_call(self._free_after, last, still_imported, timeout))
+        ordered.checked_call(self._free_after, ordered, still_imported, timeout)
 
     def _free_after(
         self, handle: Any, captured: bool, last: Stream, still_imported: StillImported, timeout: float | None

@@ -8,8 +8,7 @@ ask now, and again later         :class:`Fence` ``.done()``: deferred items, whi
 have a stream wait               :class:`Fence` ``.precede(stream)``
 wait on the host                 :class:`Fence` ``.synchronize()``; :func:`await_device` for all streams of a device;
                                  :func:`all_work` if an event of them will do
-queue work after one stream      :func:`ordered_after`, even if the stream is closed, or of another thread;
-                                 :func:`in_order_of`, if it is open
+queue work after one stream      :func:`ordered_after`, even if the stream is closed, or of another thread
 record an event, or do nothing   :func:`record_uncaptured`, :func:`queue_if_allowed`: beside captures by other code
 ===============================  ===================================================================================
 
@@ -405,15 +404,6 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
             substitute.call("cuStreamSynchronize")
             return result
     return ordered_after_end(stream.device, stream.last, act)
-
-
-def in_order_of(stream: Stream, act: Callable[[Stream], T]) -> T:
-    """Call ``act``, which ends a use of memory, with ``stream``, which has used the memory, and return the result of
-    ``act``. If ``stream`` is the per-thread default stream of another thread, ``act`` gets the legacy stream instead,
-    and errors are raised as by :func:`ordered_after`. The reason: on this thread, the handle names another stream,
-    whose work does not come after the use.
-    """
-    return act(stream) if stream is stream.covering() else ordered_after(stream, act)
 
 
 def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool = False) -> T:

@@ -35,7 +35,6 @@ from streamalloc.core.fence import (
     Fence,
     all_work,
     await_device,
-    in_order_of,
     ordered_after,
     ordered_after_end,
     queue_behind,

@@ -166,14 +166,13 @@ class MemoryBase(Shareable, Shown, abc.ABC):
     def _ordered_on(self, stream: StreamLike | None, *, after: bool = False) -> Stream:
         """Return ``stream``, or by default :attr:`stream`, after a check. ``after``: as for :func:`as_stream`."""
         self.check_usable()
-        ordered = self.stream if stream is None else as_stream(stream, self._session, after=after)
+        named = self.stream if stream is None else stream
         try:
-            ordered.checked_raw()
+            return as_stream(named, self._session, after=after)
         except ClosedError:
             if stream is not None:
                 raise
-            raise ClosedError(f"{ordered!r}, the stream of {self!r}, was closed: name another stream") from None
-        return ordered
+            raise ClosedError(f"{named!r}, the stream of {self!r}, was closed: name another stream") from None
 
     def _about(self) -> Iterator[Row]:
         yield "size", mib(self.nbytes)

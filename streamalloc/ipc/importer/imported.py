@@ -22,7 +22,6 @@ from streamalloc.core.internal import (
     TypedView,
     as_stream,
     check_device,
-    in_order_of,
     ordered_after,
     session_for,
     work,
@@ -417,11 +416,9 @@ class ImportedBuffer(ForeignMemory, Closes):
         CudaError
             The driver refused the release.
         """
-        if self._use in self._import.uses:
-            ordered = self._stream if stream is None else as_stream(stream, self._session, after=True)
-            in_order_of(ordered, self._close_on)
-
-    def _close_on(self, ordered: Stream) -> None:
+        if self._use not in self._import.uses:
+            return
+        ordered = as_stream(self._stream if stream is None else stream, self._session, after=True)
         ordered.refuse_capture("cuStreamWriteValue32", IN_A_CAPTURE)
         if self._contents:
             self._await_on(ordered)

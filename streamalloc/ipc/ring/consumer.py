@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from typing_extensions import Self
 
 from streamalloc.core.errors import ClosedError, undoing
-from streamalloc.core.internal import Stream, StreamLike, as_stream, in_order_of, ordered_after, session_for
+from streamalloc.core.internal import Stream, StreamLike, as_stream, ordered_after, session_for
 from streamalloc.core.properties import checked_type
 from streamalloc.core.session import refuse_after_fork, session_of
 from streamalloc.driver import Driver
@@ -93,8 +93,8 @@ class RingItem(SlotMemory):
             return
         mine = self._mine
         value = self._value
-        ordered = self._stream if stream is None else as_stream(stream, session_of(self._stream), after=True)
-        in_order_of(ordered, lambda last: self._block.write(last, mine.closed, value))
+        ordered = as_stream(self._stream if stream is None else stream, session_of(self._stream), after=True)
+        self._block.write(ordered, mine.closed, value)
         self._held = False
         mine.closing.value = value
 
