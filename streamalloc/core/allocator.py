@@ -21,7 +21,7 @@ from streamalloc.core.library_streams import as_stream, library_stream
 from streamalloc.core.properties import MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, may_be_captured
 from streamalloc.driver.internal import cuda
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ class Allocator(Unique, BufferSource):
                 if error.requested is None or _exceeded(**vars(error)):
                     raise
                 # No free makes room for memory of a graph, and a pause would leave the capture open.
-                if read_or_none(lambda: as_stream(stream, self._session).capturing) is not False:
+                if may_be_captured(as_stream(stream, self._session)):
                     raise
             await sleep(pause)
             pause = min(2 * pause, _LONGEST)
@@ -245,7 +245,7 @@ class Allocator(Unique, BufferSource):
 
         # In a capture the pool is neither queried nor trimmed, and no stream is synchronised: such calls would
         # invalidate the capture.
-        capturing = read_or_none(lambda: stream.capturing) is not False
+        capturing = may_be_captured(stream)
         while result == _OUT_OF_MEMORY:
             with self._session.relaxed():
                 released, trouble = (False, "") if capturing else self._release_unused(stream)

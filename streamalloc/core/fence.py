@@ -50,6 +50,7 @@ from streamalloc.core.stream import (
     draining,
     known_streams,
     legacy_stream,
+    may_be_captured,
     per_thread_stream,
 )
 
@@ -262,13 +263,6 @@ def _unknown_end(stream: Event | Stream, call: str) -> CudaError:
     return refused(NotReadyError, call, why)
 
 
-def _captured_elsewhere(stream: Stream) -> bool:
-    """Whether other code captures a stream (``cuStreamIsCapturing``); False if the driver refuses the query."""
-    with contextlib.suppress(CudaError, ClosedError):
-        return stream.capturable and stream.capturing
-    return False
-
-
 def all_work(device: Device) -> tuple[Event, ...]:
     """Return a tuple with an event after all queued work of a device's context, on streams of any library
     (``cuCtxRecordEvent``).
@@ -280,7 +274,8 @@ def all_work(device: Device) -> tuple[Event, ...]:
     session = device._session
     queue = deferred_queue(session)
     with queue.beginning, device.current():
-        if not (queue.captures or any(map(_captured_elsewhere, _known_streams(session)))):
+        streams = (one for one in _known_streams(session) if one.capturable)
+        if not (queue.captures or any(map(may_be_captured, streams))):
             event = Event(device)
             session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
             return (event,)

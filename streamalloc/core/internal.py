@@ -53,6 +53,7 @@ from streamalloc.core.stream import (
     PerThreadStream,
     Stream,
     StreamLike,
+    may_be_captured,
     name_of_stream,
     this_thread,
 )

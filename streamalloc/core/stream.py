@@ -582,6 +582,18 @@ def captured(session: Session, raw: Any) -> bool:
     return status is not NOT_CAPTURED
 
 
+def may_be_captured(stream: Stream) -> bool:
+    """Whether work that is queued on ``stream`` now would become a part of a capture, or would invalidate a capture.
+    The driver is asked. False for a closed stream.
+    """
+    try:
+        return stream.capturing
+    except CaptureError:  # The driver refuses to query the legacy default stream while a blocking stream is captured.
+        return True
+    except (CudaError, ClosedError):  # The owner of the stream has destroyed it, so no capture can concern it.
+        return False
+
+
 def _event_of(stream: Stream, timing: bool) -> tuple[Event, bool]:
     """Return an event to record on ``stream``, and whether it reuses a closed event of the stream. A new event is made
     if the stream has no closed event, during a capture, and with ``timing``.

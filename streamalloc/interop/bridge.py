@@ -30,7 +30,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError, undo_all
+from streamalloc.core.errors import ClosedError, CudaError, undo_all
 from streamalloc.core.internal import (
     LEGACY,
     PER_THREAD,
@@ -43,6 +43,7 @@ from streamalloc.core.internal import (
     Stream,
     as_stream,
     deferred_queue,
+    may_be_captured,
     ordered_after,
     this_thread,
     unless_busy,
@@ -258,7 +259,7 @@ class Sources:
         if used is None or used[0] != handle or used[1] is not owner:
             used = self._use(ordinal, handle, owner)
         _, _, stream, allocate = used
-        if in_capture or stream.is_default or not is_captured(stream):
+        if in_capture or stream.is_default or not may_be_captured(stream):
             return allocate(nbytes, stream)
         # The memory must be usable at once, also by captured work, so the host waits. The wait is short: the package's
         # own stream has no other work, so the host waits only until the memory that the pool reuses is free.
@@ -323,16 +324,6 @@ class _Held:
             free_dropped(self._buffer, self._thread)
 
 
-def is_captured(stream: Stream) -> bool:
-    """Whether work queued on ``stream`` now would become a part of a capture, or would invalidate a capture."""
-    try:
-        return not stream.closed and stream.capturing
-    except CaptureError:  # The driver refuses to query the legacy default stream while a blocking stream is captured.
-        return True
-    except CudaError:  # The owner of the stream has destroyed the stream, so no capture can concern it.
-        return False
-
-
 def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
     """Free memory that a library has dropped, on the memory's stream. For finalisers.
 
@@ -347,7 +338,7 @@ def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
     if stream.is_default and stream.handle == PER_THREAD and thread not in (None, this_thread.number):
         free_after_all(FreeAfterAll(buffer))
         return
-    if not (stream.is_default and is_captured(stream)):
+    if not (stream.is_default and may_be_captured(stream)):
         # In relaxed capture mode the free invalidates no capture of other code.
         with contextlib.suppress(CudaError, ClosedError), session.relaxed():
             buffer.free()
@@ -411,7 +402,7 @@ class FreeAfterAll(Deferred):
         dropped = dropped_of(self.session)
         dropped.refused, before = True, dropped.refused
         streams = {buffer.stream for buffer in buffers if not buffer.freed}
-        if any(map(is_captured, streams)):
+        if any(map(may_be_captured, streams)):
             return False
         if streams:
             aside = _aside_of(self._device)
