@@ -283,79 +283,7 @@ class Stream(Closes, Shown):
             self.direct = self._raw
             self.unlent = None if self.capturable else self._raw
 
-    # -- properties --------------------------------------------------------------------------------------------
-
-    @property
-    def handle(self) -> int:
-        """The driver's handle (``CUstream``) as a number. Code with the handle may capture the stream, so later
-        allocations ask the driver whether a capture is under way. Raises ClosedError if the stream was closed.
-        """
-        self._notify_lent(self.checked_raw(), used=False)
-        return self._number
-
-    def _notify_lent(self, raw: Any, used: bool) -> None:
-        """Record that other code gets the handle ``raw``, or (with ``used``) that it queues work on the stream."""
-        if not self.is_default:
-            self.capturable, self.unlent = True, None
-        if self._session.listener is not None:
-            self.in_context(self._session.listener.lent, raw, used)
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called, or the stream's library closed it. False for default streams."""
-        return self._closed
-
-    @property
-    def capturing(self) -> bool:
-        """Whether the stream is being captured into a graph (``cuStreamIsCapturing``). Raises ClosedError if the stream
-        was closed. For the legacy default stream, raises CaptureError while a blocking stream is being captured.
-        """
-        return self.in_context(captured, self._session, self.checked_raw())
-
-    def is_captured(self) -> bool:
-        """Whether the stream is captured. Asks the driver for a legacy stream, and if other code may capture it."""
-        return self.checked_call(lambda _, captured: bool(captured))
-
-    def run_uncaptured(self, call: str, why: str, act: Callable[..., T], *args: Any) -> T:
-        """Call ``act`` with the ``CUstream`` and ``args``, at once if nothing must be asked first, otherwise as
-        :meth:`checked_call` does. Returns the result of ``act``.
-
-        Raises CaptureError if the stream is being captured: ``call`` is the name of the driver function that is not
-        called, ``why`` a text with the reason and the remedy for the message. Raises ClosedError.
-        """
-        handle = self.unlent
-        if handle is not None:
-            return act(handle, *args)
-
-        def unless_captured(raw: Any, captured: bool) -> T:
-            if captured:
-                raise refused(CaptureError, call, f"the stream is being captured; {why}")
-            return act(raw, *args)
-
-        return self.checked_call(unless_captured)
-
-    def refuse_capture(self, call: str, why: str) -> None:
-        """Raise the errors of :meth:`run_uncaptured`, whose arguments ``call`` and ``why`` are."""
-        self.run_uncaptured(call, why, lambda _: None)
-
-    @property
-    def priority(self) -> int:
-        """Priority (``cuStreamGetPriority``). Work of streams with lower numbers runs first. Raises ClosedError."""
-        return int(self.call("cuStreamGetPriority"))
-
-    # -- work --------------------------------------------------------------------------------------------------
-
-    def of_this_thread(self) -> Stream:
-        """Return the stream that this object's handle names on the calling thread. For a per-thread default stream it
-        is the calling thread's own; for all other streams it is this object.
-        """
-        return self
-
-    def covering(self) -> Stream:
-        """Return a stream whose later work on the calling thread comes after the work of this object. For a per-thread
-        default stream of another thread it is the legacy stream; for all other streams it is this object.
-        """
-        return self
+    # -- checked calls -----------------------------------------------------------------------------------------
 
     def checked_raw(self) -> Any:
         """Attempt the items of :func:`queue_behind`, and return the ``CUstream``. Raises ClosedError."""
@@ -385,17 +313,6 @@ class Stream(Closes, Shown):
         if self._before_work:
             self._forbid_direct()
 
-    def checked_call(self, act: Callable[..., T], *args: Any) -> T:
-        """Call ``act`` with the ``CUstream``, with whether the stream is being captured, and with ``args``, while the
-        context that the handle needs is current (:meth:`in_context`). Returns the result of ``act``. Raises
-        ClosedError. For the legacy default stream, raises CaptureError while a blocking stream is being captured.
-        """
-        raw = self.checked_raw()
-        with self._session.beside_captures(), self._context():
-            # For the legacy stream, the driver refuses to answer while a blocking stream is being captured.
-            asks = self._capture is None and (self.capturable or self.is_default)
-            return act(raw, captured(self._session, raw) if asks else self._capture is not None, *args)
-
     def in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
         """Call ``act`` while the context that the handle needs is current, and return the result of ``act``. Driver
         calls of ``act`` invalidate no capture that this package makes on another thread.
@@ -407,6 +324,55 @@ class Stream(Closes, Shown):
         """Return a ``with`` block in which the context that the handle needs is current."""
         return contextlib.nullcontext()
 
+    def checked_call(self, act: Callable[..., T], *args: Any) -> T:
+        """Call ``act`` with the ``CUstream``, with whether the stream is being captured, and with ``args``, while the
+        context that the handle needs is current (:meth:`in_context`). Returns the result of ``act``. Raises
+        ClosedError. For the legacy default stream, raises CaptureError while a blocking stream is being captured.
+        """
+        raw = self.checked_raw()
+        with self._session.beside_captures(), self._context():
+            # For the legacy stream, the driver refuses to answer while a blocking stream is being captured.
+            asks = self._capture is None and (self.capturable or self.is_default)
+            return act(raw, captured(self._session, raw) if asks else self._capture is not None, *args)
+
+    def run_uncaptured(self, call: str, why: str, act: Callable[..., T], *args: Any) -> T:
+        """Call ``act`` with the ``CUstream`` and ``args``, at once if nothing must be asked first, otherwise as
+        :meth:`checked_call` does. Returns the result of ``act``.
+
+        Raises CaptureError if the stream is being captured: ``call`` is the name of the driver function that is not
+        called, ``why`` a text with the reason and the remedy for the message. Raises ClosedError.
+        """
+        handle = self.unlent
+        if handle is not None:
+            return act(handle, *args)
+
+        def unless_captured(raw: Any, captured: bool) -> T:
+            if captured:
+                raise refused(CaptureError, call, f"the stream is being captured; {why}")
+            return act(raw, *args)
+
+        return self.checked_call(unless_captured)
+
+    def refuse_capture(self, call: str, why: str) -> None:
+        """Raise the errors of :meth:`run_uncaptured`, whose arguments ``call`` and ``why`` are."""
+        self.run_uncaptured(call, why, lambda _: None)
+
+    def is_captured(self) -> bool:
+        """Whether the stream is captured. Asks the driver for a legacy stream, and if other code may capture it."""
+        return self.checked_call(lambda _, captured: bool(captured))
+
+    def of_this_thread(self) -> Stream:
+        """Return the stream that this object's handle names on the calling thread. For a per-thread default stream it
+        is the calling thread's own; for all other streams it is this object.
+        """
+        return self
+
+    def covering(self) -> Stream:
+        """Return a stream whose later work on the calling thread comes after the work of this object. For a per-thread
+        default stream of another thread it is the legacy stream; for all other streams it is this object.
+        """
+        return self
+
     def call(self, name: str, *args: Any) -> Any:
         """Call driver function ``name`` with this stream first (:meth:`Session.call`). Also raises ClosedError."""
         return self.in_context(self._session.call, name, self.checked_raw(), *args)
@@ -417,6 +383,40 @@ class Stream(Closes, Shown):
         if handle is not None:
             return call(handle, *args)[0]
         return self.in_context(call, self.checked_raw(), *args)[0]
+
+    # -- properties and work -----------------------------------------------------------------------------------
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle (``CUstream``) as a number. Code with the handle may capture the stream, so later
+        allocations ask the driver whether a capture is under way. Raises ClosedError if the stream was closed.
+        """
+        self._notify_lent(self.checked_raw(), used=False)
+        return self._number
+
+    def _notify_lent(self, raw: Any, used: bool) -> None:
+        """Record that other code gets the handle ``raw``, or (with ``used``) that it queues work on the stream."""
+        if not self.is_default:
+            self.capturable, self.unlent = True, None
+        if self._session.listener is not None:
+            self.in_context(self._session.listener.lent, raw, used)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, or the stream's library closed it. False for default streams."""
+        return self._closed
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the stream is being captured into a graph (``cuStreamIsCapturing``). Raises ClosedError if the stream
+        was closed. For the legacy default stream, raises CaptureError while a blocking stream is being captured.
+        """
+        return self.in_context(captured, self._session, self.checked_raw())
+
+    @property
+    def priority(self) -> int:
+        """Priority (``cuStreamGetPriority``). Work of streams with lower numbers runs first. Raises ClosedError."""
+        return int(self.call("cuStreamGetPriority"))
 
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
