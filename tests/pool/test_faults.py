@@ -127,6 +127,29 @@ def test_an_allocation_whose_context_stays_is_freed_at_once(machine: Any) -> Non
         gc.enable()
 
 
+@pytest.mark.parametrize("kind", ["default_stream", "per_thread_stream"])
+@pytest.mark.parametrize("refused", ["", "cuCtxPushCurrent", "cuCtxPopCurrent"])
+@in_a_thread  # without a current context
+def test_a_drop_on_a_default_stream_frees_at_once_and_once(machine: Any, refused: str, kind: str) -> None:
+    """If the driver refuses to make the context current, the free is deferred."""
+    traced = sd.traced(machine)
+    faults: Any = Faults(traced)
+    device = sa.Device(0, driver=faults)
+    with sa.MemoryPool(device) as pool:
+        buffer = pool.allocate(MiB, getattr(device, kind))
+        traced.calls.clear()
+        if refused:
+            faults.fail(refused, result="CUDA_ERROR_UNKNOWN")
+        del buffer
+        faults.stop()
+        assert len(names(traced, "cuMemFreeAsync")) == (refused != "cuCtxPushCurrent")
+        if refused == "cuCtxPopCurrent":
+            machine.cuCtxPopCurrent()  # it is still there
+        device.default_stream.synchronize()
+        assert pool.statistics().used == 0
+        assert len(names(traced, "cuMemFreeAsync")) == 1
+
+
 @pytest.mark.simulated_only("a context that stays current")
 def test_a_cache_miss_whose_context_is_not_restored(faults: Faults, device: sa.Device, pool: sa.MemoryPool) -> None:
     """The cache has the block; the next allocation takes it."""
