@@ -42,7 +42,7 @@ from streamalloc.core.fence import (
     record_uncaptured,
     settle,
 )
-from streamalloc.core.library_streams import LibraryStream, as_stream, awaited_stream, library_stream
+from streamalloc.core.library_streams import LibraryStream, as_stream, library_stream
 from streamalloc.core.memory import BufferView, Memory, TypedView, viewed
 from streamalloc.core.resource import Fd
 from streamalloc.core.stream import (

@@ -46,9 +46,10 @@ def _by_protocol(stream: Any) -> int | None:
     return handle
 
 
+_A_STREAM = "stream must be a Stream"
 # Ways to read the handle of a library's stream, in the order in which they are tried. Each entry has a name for error
 # messages, and a function that returns the handle, or None if the object has no such attribute.
-_HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
+_HANDLES: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
     ("__cuda_stream__", _by_protocol),
     ("PyTorch's cuda_stream", lambda stream: getattr(stream, "cuda_stream", None)),
     ("CuPy's ptr", lambda stream: getattr(stream, "ptr", None)),
@@ -57,7 +58,7 @@ _HANDLE_OF: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
 )
 
 
-def handle_of_library_stream(stream: object, wanted: str = "stream must be a Stream") -> int:
+def _handle_of(stream: object, wanted: str) -> int:
     """Return the ``CUstream`` of a library's stream, as a number. The error for other objects begins with ``wanted``.
 
     Raises
@@ -67,11 +68,11 @@ def handle_of_library_stream(stream: object, wanted: str = "stream must be a Str
     ValueError
         ``__cuda_stream__`` returns a version other than 0.
     """
-    for _, handle_of in _HANDLE_OF:
+    for _, handle_of in _HANDLES:
         handle = handle_of(stream)
         if isinstance(handle, int):
             return handle
-    known = ", ".join(name for name, _ in _HANDLE_OF)
+    known = ", ".join(name for name, _ in _HANDLES)
     if stream is None:
         way_out = ": name one, such as device.default_stream"
     elif isinstance(stream, int):
@@ -84,7 +85,7 @@ def handle_of_library_stream(stream: object, wanted: str = "stream must be a Str
     raise TypeError(f"{wanted} or an object that names its handle ({known}), not {stream!r}{way_out}")
 
 
-def device_of_library_stream(stream: object) -> int | None:
+def _device_of(stream: object) -> int | None:
     """Return the device ordinal of a PyTorch or CuPy stream; None for streams of other libraries, whose objects do not
     name their device.
     """
@@ -263,21 +264,22 @@ is the object's ``id``.
 """
 
 
-def library_stream(stream: Any, session: Session) -> Stream:
-    """Return the :class:`Stream` for a library's stream object; the result may be closed. Raises TypeError if the
-    object is not a stream, and ValueError if its ``__cuda_stream__`` returns a version other than 0.
+def library_stream(stream: Any, session: Session, wanted: str = _A_STREAM) -> Stream:
+    """Return the :class:`Stream` for a library's stream object; the result may be closed. Raises TypeError, which
+    begins with ``wanted``, if the object is not a stream, and ValueError if its ``__cuda_stream__`` returns a version
+    other than 0.
     """
     entry = session.library_streams.get(_keys.get(type(stream), id)(stream))
-    return _resolve(stream, session) if entry is None else entry[1]
+    return _resolve(stream, session, wanted) if entry is None else entry[1]
 
 
-def _resolve(stream: Any, session: Session) -> Stream:
-    number = handle_of_library_stream(stream)
+def _resolve(stream: Any, session: Session, wanted: str) -> Stream:
+    number = _handle_of(stream, wanted)
     found: Stream
     if number in DEFAULT_HANDLES:
         # A default stream's handle names no device. Use the device that the library's object names, or that of the
         # current context.
-        named = device_of_library_stream(stream)
+        named = _device_of(stream)
         ordinal = _current_ordinal(session) if named is None else Device(named, driver=session.driver).ordinal
         found = default_stream(Device._of(ordinal, session), number)
         # The result is not kept if the same object can name another stream on another thread or device.
@@ -310,6 +312,7 @@ def _keep(stream: Any, found: Stream, session: Session) -> None:
         with contextlib.suppress(RuntimeError, StopIteration):  # Another thread adds or removes entries.
             left.append(kept.pop(next(iter(kept)), None))
     for entry in left:
+        # The table keeps this stream no longer, so what is to be done before its end is due.
         if entry is not None and entry[1] is not found:
             entry[1]._submit_endings()
 
@@ -331,12 +334,12 @@ def _current_ordinal(session: Session) -> int:
 # -- the stream that an argument names ---------------------------------------------------------------------------
 
 
-def as_stream(stream: StreamLike, session: Session, *, after: bool = False) -> Stream:
+def as_stream(stream: StreamLike, session: Session, *, after: bool = False, wanted: str = _A_STREAM) -> Stream:
     """Return ``stream``, ours or another library's, as an open :class:`Stream` of ``session``'s driver.
 
     By default the caller queues work on the result: in place of a per-thread default stream of another thread, the
     result is that of the calling thread. With ``after``, something is to come after the stream's work: the result is
-    then :meth:`Stream.covering`.
+    then :meth:`Stream.covering`. ``wanted``: beginning of the TypeError.
 
     Raises
     ------
@@ -350,7 +353,7 @@ def as_stream(stream: StreamLike, session: Session, *, after: bool = False) -> S
     """
     if isinstance(stream, Stream) and stream.direct is not None and stream._session is session:
         return stream
-    found = stream if isinstance(stream, Stream) else library_stream(stream, session)
+    found = stream if isinstance(stream, Stream) else library_stream(stream, session, wanted)
     if found._session is not session:
         raise ValueError(
             f"{found!r} belongs to another driver: {found._session.driver!r}, not {session.driver!r} "
@@ -358,20 +361,9 @@ def as_stream(stream: StreamLike, session: Session, *, after: bool = False) -> S
         )
     if found is not stream and found.closed:
         # The library has closed the stream that was found. The library's object may have a new stream by now.
-        found = _resolve(stream, session)
+        found = _resolve(stream, session, wanted)
     found.checked_raw()
     return found.covering() if after else found.of_this_thread()
-
-
-def awaited_stream(name: str, other: StreamLike, session: Session) -> Stream:
-    """Return the stream ``other`` of a wait, as :func:`as_stream` does. Its TypeError has the argument's ``name``, and
-    names events, too.
-    """
-    try:
-        return as_stream(other, session, after=True)
-    except TypeError:
-        handle_of_library_stream(other, f"{name} must be an Event, a Stream")
-        raise
 
 
 def queue_handle(stream: StreamLike, session: Session) -> Any | None:
@@ -383,4 +375,4 @@ def queue_handle(stream: StreamLike, session: Session) -> Any | None:
 
 
 # This module builds on those of streams and graphs, which call these functions.
-above.as_stream, above.awaited_stream, above.borrowed_stream = as_stream, awaited_stream, borrowed_stream
+above.as_stream, above.borrowed_stream = as_stream, borrowed_stream

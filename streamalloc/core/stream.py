@@ -122,6 +122,7 @@ NOT_CAPTURED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 the driver refuses the query, it returns None in place of a status, and the stream counts as captured. All other code
 asks by :func:`captured`.
 """
+_AWAITED = "other must be an Event, a Stream"
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -463,7 +464,7 @@ class Stream(Closes, Shown):
         if raw is None:
             if not isinstance(event, Event):
                 self.checked_raw()  # Raises for a closed stream before the other stream records an event.
-                event = above.awaited_stream("other", other, session).record()
+                event = above.as_stream(other, session, after=True, wanted=_AWAITED).record()
             elif event._session is not session:
                 raise ValueError(f"{event!r} belongs to another driver than {self!r}")
             capture, raw = event._capture, event._checked_raw()

@@ -17,7 +17,6 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     await_device,
-    awaited_stream,
     known_location,
     work,
 )
@@ -116,7 +115,7 @@ def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
     """
     for one in each_of(after):
         if not isinstance(one, Event):
-            one = awaited_stream("after", one, session)
+            one = as_stream(one, session, after=True, wanted="after must be an Event, a Stream")
             one.refuse_capture("cuStreamSynchronize", "after: name events or streams outside of the capture")
         elif session_of(one) is not session:
             raise ValueError(f"after: {one!r} belongs to another driver")
