@@ -219,7 +219,8 @@ class Stored(Unique, abc.ABC):
     """The stored contents of blocks in a tier: of pages, of pieces of memory, or of sleeping buffers.
 
     :meth:`HostTier.save` and :meth:`DiskTier.save` return it. Its blocks have indices from 0 on, in the order of the
-    argument ``blocks`` of ``save``. ``len(stored)`` is the number of blocks, those that were dropped included.
+    argument ``blocks`` of ``save``. ``len(stored)`` is the number of blocks, those that were dropped included. If the
+    program no longer refers to the object, all its contents are dropped.
     """
 
     _inner = ("check", "in_use", "load", "moving", "read", "room", "save", "seal", "write")

@@ -442,6 +442,18 @@ def test_blocks_that_are_left_can_be_loaded(device: sa.Device, stream: sa.Stream
         assert tier.used == 0
 
 
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_room_of_contents_that_nobody_dropped(device: sa.Device, stream: sa.Stream, kind: str, tmp_path: Path) -> None:
+    made = vmm.DiskTier(device, tmp_path) if kind == "disk" else vmm.HostTier(device)
+    with made as tier, sa.allocate(4096, stream) as buffer:
+        filled(buffer, 1)
+        stored = tier.save(buffer, 0, 4096, stream)
+        assert tier.used == 4096
+        del stored
+        end_what_was_dropped()
+        assert tier.used == 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
