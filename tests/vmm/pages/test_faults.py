@@ -8,7 +8,6 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.vmm.stores.pinned import Pinning
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 from tests.support import end_what_was_dropped, eventually, read
 from tests.vmm.pages.conftest import PAGES
@@ -127,10 +126,5 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, PAGE_ACTS, inherited=False), *makers(MAKERS)])
-def test_each_call_fails_in_turn(machine: Any, monkeypatch: pytest.MonkeyPatch, kind: type, act: Any) -> None:
-    # What the tier gets from cuMemHostAlloc is told from what leaks.
-    def refuse(*_: object) -> None:
-        raise sa.OutOfMemoryError("CUDA_ERROR_OUT_OF_MEMORY", 2, "cuMemPoolCreate", "")
-
-    monkeypatch.setattr(Pinning, "_pooled", refuse)
+def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
     fails_in_turn(lambda: Paged(machine), kind, act, most=5)
