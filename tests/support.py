@@ -400,6 +400,37 @@ def soon(call: Callable[[], object], seconds: float = 0.02) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def beside(run: Callable[[Callable[[], None]], object]) -> Iterator[None]:
+    """Within the ``with`` block, another thread is in ``run(hold)``: in the call of ``hold``, which ``run`` makes."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        inside.set()
+        leave.wait(20)
+
+    with soon(lambda: run(hold), 0):
+        try:
+            assert inside.wait(20)
+            yield
+        finally:
+            leave.set()
+
+
+@contextlib.contextmanager
+def collecting_at(threshold: int, *callbacks: Callable[[str, dict[str, int]], object]) -> Iterator[None]:
+    """Within the ``with`` block, collect garbage after so many new objects, and tell the functions as ``gc`` does."""
+    before = gc.get_threshold()
+    gc.callbacks.extend(callbacks)
+    try:
+        gc.set_threshold(threshold)
+        yield
+    finally:
+        gc.set_threshold(*before)
+        for callback in callbacks:
+            gc.callbacks.remove(callback)
+
+
+@contextlib.contextmanager
 def captured(driver: Any, stream: Any, mode: str = "GLOBAL") -> Iterator[None]:
     """Within the ``with`` block, other code captures ``stream``, which is a :class:`Stream` or a handle. Asserts that
     the capture ends without an error.

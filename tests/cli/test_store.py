@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from streamalloc.cli import main
 from streamalloc.cli import serve as serving
 from tests.cli.conftest import Run
 from tests.ipc.store import test_files
-from tests.support import eventually, read
+from tests.support import eventually, read, soon
 
 
 @pytest.fixture
@@ -131,11 +130,9 @@ def test_until_a_signal(run: Run, machine: object, name: str, tmp_path: Path, mo
                 os.kill(os.getpid(), signal.SIGTERM)
             seen.append(systemd.recv(1000))
 
-        thread = threading.Thread(target=use)
-        thread.start()
         before = signal.getsignal(signal.SIGTERM)
-        text = run("serve", name, "--devices", "0", "--limit", "1GiB")
-        thread.join()
+        with soon(use, 0):
+            text = run("serve", name, "--devices", "0", "--limit", "1GiB")
     assert "at most 1 GiB of each device" in text and "has stopped" in text
     assert seen[0].startswith(b"READY=1") and seen[2] == b"STOPPING=1"  # type: ignore[attr-defined]
     assert len(seen[1]) == 1  # type: ignore[arg-type]
@@ -157,8 +154,6 @@ def test_what_was_lost_is_said(run: Run, machine: object, name: str, tmp_path: P
             assert store.list()[0].epoch == 4
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=stop)
-    thread.start()
-    text = run("serve", name)
-    thread.join()
+    with soon(stop, 0):
+        text = run("serve", name)
     assert "lost: key: the server that held it, process 5, was killed" in text

@@ -1,7 +1,6 @@
 """Device memory of the process by library and line: now, at the peak, and when the driver refused it."""
 
 import contextlib
-import gc
 import os
 import random
 import sys
@@ -22,6 +21,7 @@ from streamalloc.cupti.libraries import Libraries
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import line_of
 from tests.cupti.pytorch import MiB, Torch
+from tests.support import collecting_at
 
 
 @pytest.fixture
@@ -469,14 +469,8 @@ def test_finalisers_that_free_blocks_while_the_account_is_read(shown: Any, memor
     left = [segment + 512 * number for number in range(1024)]
     for address in left:
         tell(ALLOCATED, address)
-    before = gc.get_threshold()
-    gc.callbacks.append(free)
-    try:
-        gc.set_threshold(1)
+    with collecting_at(1, free):
         moments = memory.moments()
-    finally:
-        gc.set_threshold(*before)
-        gc.callbacks.remove(free)
     ok((*shown.cuMemFree(segment), None))
     assert len(moments) == 2 and len(left) < 1024
 

@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import threading
 from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any
@@ -14,7 +13,7 @@ import streamalloc.driver as sd
 from streamalloc.driver.account import HandleCounts
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
 from streamalloc.driver.protocol import FUNCTIONS
-from tests.support import MiB, each_raises, holds, in_threads, names
+from tests.support import MiB, beside, each_raises, holds, in_threads, names
 
 Python = Callable[..., CompletedProcess[str]]
 
@@ -115,20 +114,13 @@ class TestChoice:
 
     def test_a_block_is_its_thread_s_own(self) -> None:
         here, there = sd.simulated(), sd.simulated()
-        entered, left = threading.Event(), threading.Event()
 
-        def elsewhere() -> None:
+        def elsewhere(hold: Callable[[], None]) -> None:
             with sd.use(there):
-                entered.set()
-                left.wait(10)
+                hold()
 
-        thread = threading.Thread(target=elsewhere)
-        with sd.use(here):
-            thread.start()
-            assert entered.wait(10)
+        with sd.use(here), beside(elsewhere):
             assert sd.default() is here
-        left.set()
-        thread.join()
 
     def test_under_test(self, on_cuda: bool, machine: Any) -> None:
         assert (machine is cuda) == on_cuda

@@ -1,8 +1,8 @@
 """Segments of PyTorch without a tensor, which return to their source while tensors are in others."""
 
 import gc
-import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from tests.interop.conftest import Get
 from tests.interop.libraries import Library
-from tests.support import MiB
+from tests.support import MiB, beside
 
 N = 32 * MiB  # a segment of its own
 WAIT = 20.0
@@ -104,22 +104,15 @@ class TestTrim:
         group = vmm.SleepGroup(device)
         bridge: Any = torch.use(group.tagged("steps"), callbacks=True)
         bridge.stop()
-        routed, end = threading.Event(), threading.Event()
 
-        def work() -> None:
+        def work(hold: Callable[[], None]) -> None:
             with bridge:
                 bridge.start()
-                routed.set()
-                end.wait(WAIT)
+                hold()
                 bridge.stop()
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        assert routed.wait(WAIT)
-        with pytest.raises(sa.InUseError, match="another thread"):
+        with beside(work), pytest.raises(sa.InUseError, match="another thread"):
             bridge.trim()
-        end.set()
-        thread.join(WAIT)
         assert bridge.trim() == 0
         torch.finish(bridge)
 

@@ -9,7 +9,7 @@ import pickle
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from streamalloc.observing.observer import Account
 from streamalloc.observing.records import places
 from tests.interleaving import interleaved
 from tests.processes import fork
-from tests.support import MiB, each_raises, read
+from tests.support import MiB, beside, collecting_at, each_raises, read
 
 
 def line() -> int:
@@ -299,20 +299,12 @@ class TestMappedMemory:
 
 class TestPhases:
     def test_of_threads(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        inside, leave = threading.Barrier(2), threading.Event()
-
-        def other() -> None:
+        def other(hold: Callable[[], None]) -> None:
             with observer.phase("other"):
-                inside.wait()
-                leave.wait()
+                hold()
 
-        thread = threading.Thread(target=other)
-        thread.start()
-        inside.wait()
-        with observer.phase("mine"), pool.allocate(64, stream):
+        with beside(other), observer.phase("mine"), pool.allocate(64, stream):
             pass
-        leave.set()
-        thread.join()
         assert {phase.path: phase.peak for phase in observer.phases} == {"other": 64, "mine": 64}
 
     @pytest.mark.parametrize(
@@ -642,12 +634,6 @@ class TestTogether:
             account.allocated(pool, next(addresses), 8, 0)
 
         enter()
-        before = gc.get_threshold()
-        gc.callbacks.append(enter)
-        try:
-            gc.set_threshold(1)
+        with collecting_at(1, enter):
             found = [getattr(observer, name) for _ in range(50)]
-        finally:
-            gc.set_threshold(*before)
-            gc.callbacks.remove(enter)
         assert len(found[-1]) >= len(found[0])

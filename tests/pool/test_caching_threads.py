@@ -17,7 +17,7 @@ from streamalloc import ipc, vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.state import MAX_RETURNING
 from streamalloc.testing import Gate
-from tests.support import MiB, captured, holds, in_threads, later_memory_is_whole
+from tests.support import MiB, captured, collecting_at, holds, in_threads, later_memory_is_whole
 
 SIZE = 4096
 Worker = Callable[[Callable[[], Any]], Any]
@@ -331,14 +331,8 @@ def test_a_free_on_another_stream_while_bytes_are_counted(
         assert own is not None
         gate.hold(other)
         free()
-        before = gc.get_threshold()
-        gc.callbacks.append(free)
-        try:
-            gc.set_threshold(1)
+        with collecting_at(1, free):
             counted = [own.free_bytes for _ in range(5)]
-        finally:
-            gc.set_threshold(*before)
-            gc.callbacks.remove(free)
         assert counted == sorted(counted) and counted[-1] <= 32 * SIZE
         buffers.clear()
         gate.open()

@@ -26,7 +26,7 @@ from tests.facts.support import MiB, Rig
 from tests.facts.support import value as ok
 from tests.interrupting import since_3_11
 from tests.simulator.support import in_a_call, new_rig
-from tests.support import eventually
+from tests.support import collecting_at, eventually, soon
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -157,12 +157,8 @@ def test_no_collection_starts_in_a_call(starts: list[bool], threshold: int) -> N
             del buffer, cycle
             stream.synchronize()
 
-    before = gc.get_threshold()
-    gc.set_threshold(threshold)
-    try:
+    with collecting_at(threshold):
         in_threads(4, work)
-    finally:
-        gc.set_threshold(*before)
     assert starts and not any(starts)
     assert gc.get_threshold()[0]
 
@@ -190,12 +186,8 @@ def test_collections_that_others_force(starts: list[bool], rig: Rig) -> None:
         while not number and time.monotonic() < end:
             gc.enable()
 
-    before = gc.get_threshold()
-    gc.set_threshold(1)
-    try:
+    with collecting_at(1):
         in_threads(4, work)
-    finally:
-        gc.set_threshold(*before)
     gc.collect()
     assert finalised and not any(inside) and not any(finalised)
     assert not d._machine.streams
@@ -210,15 +202,13 @@ def test_automatic_collections_go_on_while_a_call_waits(rig: Rig) -> None:
         ok(rig.raw.cuCtxSetCurrent(context))
         ok(rig.raw.cuStreamSynchronize(stream))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.05)
-    try:
-        # Not at once: a thread may be within a call, where collections are put off.
-        assert eventually(lambda: bool(gc.get_threshold()[0]))
-    finally:
-        word.value = 1
-        thread.join()
+    with soon(wait, 0):
+        time.sleep(0.05)
+        try:
+            # Not at once: a thread may be within a call, where collections are put off.
+            assert eventually(lambda: bool(gc.get_threshold()[0]))
+        finally:
+            word.value = 1
     assert gc.get_threshold()[0]
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.facts.support import MiB
 from tests.facts.support import value as ok
 from tests.processes import finished, fork, python
 from tests.simulator.support import mappings, new_rig
-from tests.support import KEEP, bytecodes, eventually, in_a_thread, open_descriptors
+from tests.support import KEEP, beside, bytecodes, eventually, in_a_thread, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -48,30 +49,24 @@ def test_a_child_of_fork_cannot_use_an_initialised_driver() -> None:
     rig = new_rig()
     d, stream, pool = rig.raw, rig.stream(), rig.pool(KEEP)
     code = int(d.CUresult.CUDA_ERROR_NOT_INITIALIZED)
-    # in the child even the lock that another thread held at the time of the fork must not matter
-    held, let_go = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    # in the child even the lock that another thread held at the time of the fork must not matter
+    def locked(hold: Callable[[], None]) -> None:
         call_lock.enter()
-        held.set()
-        let_go.wait(10)
+        hold()
         call_lock.leave()
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(10)
-    child = fork()
-    if child == 0:
-        answers = [
-            d.cuInit(0),
-            d.cuDeviceGetCount(),
-            d.cuMemAllocFromPoolAsync(4, pool, stream),
-            d.cuStreamSynchronize(stream),
-            d.cuMemFree(0),
-        ]
-        os._exit(0 if all(int(answer[0]) == code for answer in answers) else 1)
-    let_go.set()
-    thread.join()
+    with beside(locked):
+        child = fork()
+        if child == 0:
+            answers = [
+                d.cuInit(0),
+                d.cuDeviceGetCount(),
+                d.cuMemAllocFromPoolAsync(4, pool, stream),
+                d.cuStreamSynchronize(stream),
+                d.cuMemFree(0),
+            ]
+            os._exit(0 if all(int(answer[0]) == code for answer in answers) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     ok(d.cuStreamSynchronize(stream))
 

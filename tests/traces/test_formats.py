@@ -17,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc import traces
 from streamalloc.traces import Event, Trace, TraceFormatError
 from streamalloc.traces.trace import plain
-from tests.support import each_raises, in_threads
+from tests.support import each_raises, in_threads, soon
 
 HEADER = '{"format": "streamalloc trace", "version": 1, "source": "by hand", "skipped": {"failed allocations": 2}}'
 PLAIN = "plain pickle|damaged"
@@ -163,10 +163,8 @@ class TestFile:
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         data = packed((HEADER + '\n["allocate", 0, 8, 0, 0, 5]\n').encode())
-        writer = threading.Thread(target=pipe.write_bytes, args=(data,), daemon=True)
-        writer.start()
-        assert traces.load(pipe).allocations == 1
-        writer.join()
+        with soon(lambda: pipe.write_bytes(data), 0):
+            assert traces.load(pipe).allocations == 1
 
     @pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:40] + b"\xff" * 8 + data[48:]])
     def test_damaged_compression(self, tmp_path: Path, damage: Any) -> None:

@@ -16,7 +16,7 @@ from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.steps import EvictSteps, RestoreSteps
 from tests.interleaving import interleaved
 from tests.processes import in_a_child
-from tests.support import KEEP, end_what_was_dropped, filled, in_threads, shows
+from tests.support import KEEP, beside, end_what_was_dropped, filled, in_threads, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 SIZE = 5000
@@ -181,27 +181,18 @@ def test_a_buffer_that_is_put_to_sleep_is_not_removed() -> None:
 def test_a_call_of_a_lower_level_inside_waits_for_none_of_the_higher() -> None:
     """A thread that has an arena would wait for another one by way of a group."""
     one, group, other = Thing(), Thing(), Thing()
-    held, end = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        held.set()
-        end.wait(WAIT)
 
     def use_other() -> None:
         with pytest.raises(sa.InUseError, match="call of a hook"):
             claiming((other,), lambda: None, level=1)
 
-    thread = threading.Thread(target=lambda: claiming((other,), hold, level=1), daemon=True)
-    thread.start()
-    held.wait(WAIT)
     waits = threading.Thread(
         target=lambda: claiming((one,), lambda: claiming((group,), use_other), level=1), daemon=True
     )
-    waits.start()
-    waits.join(1)
-    refused = not waits.is_alive()
-    end.set()
-    thread.join(WAIT)
+    with beside(lambda hold: claiming((other,), hold, level=1)):
+        waits.start()
+        waits.join(1)
+        refused = not waits.is_alive()
     waits.join(WAIT)
     assert refused
 
@@ -270,19 +261,9 @@ def test_a_hook_waits_for_pages() -> None:
 
 @pytest.mark.simulated_only("a process with a real driver is not forked")
 def test_a_forked_child_waits_for_no_call_of_its_parent() -> None:
-    one, held, end = Thing(), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        held.set()
-        end.wait(WAIT)
-
-    thread = threading.Thread(target=one.use, args=(hold,))
-    thread.start()
-    held.wait(WAIT)
-    found = in_a_child(one.use)
-    end.set()
-    thread.join(WAIT)
-    assert found == 0
+    one = Thing()
+    with beside(one.use):
+        assert in_a_child(one.use) == 0
 
 
 @pytest.mark.parametrize("name", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])

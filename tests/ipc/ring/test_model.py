@@ -5,7 +5,6 @@ The consumers are other simulated machines of this process. Which calls are refu
 
 import contextlib
 import gc
-import threading
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from streamalloc.ipc import Ring
 from tests.ipc.ring.support import settled
 from tests.ipc.support import refusing, shared_pool
 from tests.processes import SECONDS
-from tests.support import each_raises, end_what_was_dropped, eventually, workout
+from tests.support import each_raises, end_what_was_dropped, eventually, soon, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
@@ -83,12 +82,8 @@ class Model(RuleBasedStateMachine):
         stream = None if any_stream else sa.Device(0, driver=driver).create_stream()
         ours, theirs = ipc.Channel.pair()
         made: list[Any] = []
-        thread = threading.Thread(
-            target=lambda: made.append(Ring.consumer(theirs, stream=stream, timeout=SECONDS, driver=driver))
-        )
-        thread.start()
-        self.ring.add(ours, SECONDS)
-        thread.join()
+        with soon(lambda: made.append(Ring.consumer(theirs, stream=stream, timeout=SECONDS, driver=driver)), 0):
+            self.ring.add(ours, SECONDS)
         self.ends.append(End(made[0], driver))
         self.deliver()
 

@@ -4,7 +4,6 @@ The other end is on another simulated machine of this process, on a thread while
 """
 
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from streamalloc.ipc.transport.channel import Peer
 from tests.ipc.support import shared_pool
 from tests.ipc.test_sweeps import KEPT, Sharing, check_slots
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
+from tests.support import soon
 
 CLASSES: list[type] = [
     ipc.RingConsumer, ipc.RingItem, ipc.RingProducer, ipc.RingSlot, ipc.Channel, ipc.Fd, ipc.Listener, ipc.Message,
@@ -74,12 +74,8 @@ class Rings(Faults):
             except (ConnectionError, ipc.PeerGoneError, sa.CudaError, EOFError):
                 found.append(None)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
+        with soon(run, 0):
             mine = here()
-        finally:
-            thread.join()
         return found[0], mine
 
     def pair(self) -> tuple[ipc.Channel, ipc.Channel]:

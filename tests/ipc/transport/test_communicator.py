@@ -34,7 +34,7 @@ from streamalloc.ipc.transport.communicator import (
     as_communicator,
 )
 from tests.processes import started
-from tests.support import each_raises, library, open_descriptors
+from tests.support import each_raises, library, open_descriptors, soon
 
 
 def together(groups: Sequence[Any], *does: Callable[[Any], Any]) -> list[Any]:
@@ -259,16 +259,12 @@ class TestFaults:
     def test_callers_who_are_no_ranks(self) -> None:
         groups = ProcessCommunicator.create(2, timeout=10)
         result: list[Any] = []
-        thread = threading.Thread(
-            target=lambda: result.append(together(groups[:1], lambda group: group.allgather(b"a")))
-        )
-        thread.start()
-        for word in (None, b"", b"hello", b"hello\5\0\0\0", b"HELLO\1\0\0\0"):
-            with connected(address_of(groups[0])) as channel:
-                if word is not None:
-                    channel.send(word)
-        groups[1].allgather(b"b")
-        thread.join(10)
+        with soon(lambda: result.append(together(groups[:1], lambda group: group.allgather(b"a"))), 0):
+            for word in (None, b"", b"hello", b"hello\5\0\0\0", b"HELLO\1\0\0\0"):
+                with connected(address_of(groups[0])) as channel:
+                    if word is not None:
+                        channel.send(word)
+            groups[1].allgather(b"b")
         assert result == [[[b"a", b"b"]]]
 
 

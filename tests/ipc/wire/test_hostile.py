@@ -9,7 +9,6 @@ import gc
 import itertools
 import mmap
 import random
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +23,7 @@ from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire import control_block
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, WORD
 from tests.ipc.support import opened_by, shared_pool
-from tests.support import end_what_was_dropped, eventually, executed
+from tests.support import end_what_was_dropped, eventually, executed, soon
 
 pytestmark = [pytest.mark.simulated_only("several drivers in one process, which stand for several processes")]
 
@@ -181,10 +180,8 @@ def ring_lives(seed: int) -> None:
         ring = ipc.Ring.producer(pool, 256, 4, stream=stream)
         mine, theirs = ipc.Channel.pair()
         made: list[ipc.RingConsumer] = []
-        joins = threading.Thread(target=lambda: made.append(ipc.Ring.consumer(theirs, timeout=5, driver=hostile)))
-        joins.start()
-        ring.add(mine, 5)
-        joins.join(5)
+        with soon(lambda: made.append(ipc.Ring.consumer(theirs, timeout=5, driver=hostile)), 0):
+            ring.add(mine, 5)
         consumer = made.pop()
         block = consumer._items[0]._block
         words = Words(block.fd)

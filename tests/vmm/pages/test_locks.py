@@ -29,7 +29,7 @@ from streamalloc.vmm.stores.blocks import LEAST
 from streamalloc.vmm.stores.host import InMemory as Stored
 from tests.interleaving import interleaved
 from tests.processes import in_a_child
-from tests.support import holds, names, read
+from tests.support import beside, holds, names, read
 from tests.vmm.pages import support
 from tests.vmm.support import PAGE
 
@@ -305,27 +305,20 @@ class TestPhysicalPages:
             made.clear()
 
     def test_a_forked_child_waits_for_no_thread_of_its_parent(self, make: Callable[[], PhysicalPages]) -> None:
-        physical, locked, end = make(), threading.Event(), threading.Event()
+        physical = make()
         physical.in_background(int).result()  # on a thread that the child lacks
 
-        def lock() -> None:
+        def lock(hold: Callable[[], None]) -> None:
             with physical.lock, physical._filling:
-                locked.set()
-                end.wait(20)
-
-        thread = threading.Thread(target=lock)
-        thread.start()
-        locked.wait(20)
+                hold()
 
         def use() -> None:
             with pytest.raises(sa.ForkedProcessError):
                 physical.take(1)
             physical.in_background(int).result()
 
-        found = in_a_child(use)
-        end.set()
-        thread.join(20)
-        assert found == 0
+        with beside(lock):
+            assert in_a_child(use) == 0
 
 
 def _commit(world: World) -> None:
