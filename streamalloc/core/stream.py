@@ -359,8 +359,8 @@ class Stream(Closes, Shown):
         self.run_uncaptured(call, why, lambda _: None)
 
     def is_captured(self) -> bool:
-        """Whether the stream is captured. Asks the driver for a legacy stream, and if other code may capture it."""
-        return self.checked_call(lambda _, captured: bool(captured))
+        """Whether the stream is captured. Asks the driver for a default stream, and if other code may capture it."""
+        return self.unlent is None and self.checked_call(lambda _, captured: bool(captured))
 
     def of_this_thread(self) -> Stream:
         """Return the stream that this object's handle names on the calling thread. For a per-thread default stream it
