@@ -141,6 +141,7 @@ def forget_library_streams(driver: Any) -> None:
     """Remove the streams of stand-ins for libraries from the session's table, because the tests have destroyed them."""
     session = Session.of(driver)
     session.library_streams.clear()
+    session.latest_library_stream = object(), None
 
 
 def unbind_contexts(driver: Any) -> None:

@@ -269,8 +269,15 @@ def library_stream(stream: Any, session: Session, wanted: str = _A_STREAM) -> St
     begins with ``wanted``, if the object is not a stream, and ValueError if its ``__cuda_stream__`` returns a version
     other than 0.
     """
-    entry = session.library_streams.get(_keys.get(type(stream), id)(stream))
-    return _resolve(stream, session, wanted) if entry is None else entry[1]
+    found: Stream
+    latest, found = session.latest_library_stream
+    if latest is not stream:
+        entry = session.library_streams.get(_keys.get(type(stream), id)(stream))
+        if entry is None:
+            return _resolve(stream, session, wanted)
+        found = entry[1]
+        session.latest_library_stream = stream, found
+    return found
 
 
 def _resolve(stream: Any, session: Session, wanted: str) -> Stream:
@@ -307,7 +314,7 @@ def _keep(stream: Any, found: Stream, session: Session) -> None:
         _keys[kind] = of_pytorch
     key = _keys.get(kind, id)(stream)
     left = [kept.pop(key, None)]
-    kept[key] = stream, found
+    kept[key] = session.latest_library_stream = stream, found
     while len(kept) > MOST_KEPT:
         with contextlib.suppress(RuntimeError, StopIteration):  # Another thread adds or removes entries.
             left.append(kept.pop(next(iter(kept)), None))

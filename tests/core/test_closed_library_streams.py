@@ -137,6 +137,7 @@ def forget_streams(device: sa.Device) -> None:
     """Empty the table of library streams."""
     session = session_of(device)
     session.library_streams.clear()
+    session.latest_library_stream = object(), None
 
 
 def names_it(values: Iterable[Any], handle: int) -> bool:
