@@ -419,8 +419,8 @@ class ImportedBuffer(ForeignMemory, Closes):
         if self._use not in self._import.uses:
             return
         ordered = as_stream(self._stream if stream is None else stream, self._session, after=True)
-        ordered.refuse_capture("cuStreamWriteValue32", IN_A_CAPTURE)
         if self._contents:
+            ordered.refuse_capture("cuStreamWriteValue32", IN_A_CAPTURE)
             self._await_on(ordered)
         self._import.end_use(self._use, ordered)
         self._import.imports.deferred.work()

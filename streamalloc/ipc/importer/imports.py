@@ -305,24 +305,28 @@ class Import:
         if self.from_pool is None and use in self.uses:
             # The host waits before it takes the lock. Otherwise imports on other threads would wait, too.
             stream.synchronize()
+        stream.run_uncaptured("cuMemFreeAsync", IN_A_CAPTURE, self._end, use, stream, used)
+
+    def _end(self, handle: Any, use: object, stream: Stream, used: bool) -> None:
+        """End a use after the work of ``stream``, whose ``CUstream`` is ``handle``. The last use frees the memory after
+        that work (``cuMemFreeAsync``), or at once (``cuIpcCloseMemHandle``), and ends the uses of the leases. Raises
+        CudaError; the memory then stays, unless it no longer exists.
+        """
         with self.imports.lock:
             if use not in self.uses:
                 return
-            if len(self.uses) > 1:
-                if used:
-                    # Two older events are queried for each new one, so that only those of queued work stay.
-                    self.passed = (*self.passed[2:], stream.record(), *_of_queued_work(self.passed[:2]))
-            else:
+            if len(self.uses) == 1:
                 for event in self.passed:
                     stream.wait(event)
-                stream.run_uncaptured("cuMemFreeAsync", IN_A_CAPTURE, self._end, stream)
+                self._free(handle)
+                for lease in self.leases:
+                    lease.end(stream, handle)
+            elif used:
+                # Two older events are queried for each new one, so that only those of queued work stay.
+                self.passed = (*self.passed[2:], stream.record(), *_of_queued_work(self.passed[:2]))
             self.uses.discard(use)
 
-    def _end(self, handle: Any, stream: Stream) -> None:
-        """Free the memory after the work of ``stream`` (``cuMemFreeAsync``), whose ``CUstream`` is ``handle``, or at
-        once (``cuIpcCloseMemHandle``). Then end the uses of the leases. Raises CudaError; the memory then stays, unless
-        it no longer exists.
-        """
+    def _free(self, handle: Any) -> None:
         if self._raw is not None and self.from_pool is None:
             with self.device.current():
                 self.imports.session.release(self, "cuIpcCloseMemHandle")
@@ -335,8 +339,6 @@ class Import:
                 raise error
         if self.imports.allocations.get(self.key) is self:
             del self.imports.allocations[self.key]
-        for lease in self.leases:
-            lease.end(stream, handle)
 
 
 def _of_queued_work(events: tuple[Event, ...]) -> list[Event]:
