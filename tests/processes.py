@@ -422,6 +422,32 @@ class Peer(Partner):
 # --- the other end
 
 
+def die(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mortal:
+    """Driver whose process is killed before a call: the one of a name, or the n-th from when it is set."""
+
+    def __init__(self, driver: Any, call: str | int | None = None) -> None:
+        self._driver = driver
+        self.call = call
+
+    def __getattr__(self, name: str) -> Any:
+        target = getattr(self._driver, name)
+        if not (name.startswith("cu") and name[2:3].isupper()):
+            return target
+
+        def function(*args: Any) -> Any:
+            if isinstance(self.call, int):
+                self.call -= 1
+            if self.call in (name, 0):
+                die()
+            return target(*args)
+
+        return function
+
+
 class There:
     """State for functions that run in the other process."""
 

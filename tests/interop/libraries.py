@@ -12,6 +12,16 @@ import streamalloc as sa
 from streamalloc import interop
 
 
+class LibraryStream:
+    """Stream object of another library, which names no handle, or 0, once it is closed."""
+
+    def __init__(self, handle: int | None) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, Any]:
+        return (0, self.handle)
+
+
 class Library(abc.ABC):
     """The functions of a library that the tests need. Arrays are of bytes."""
 

@@ -23,7 +23,7 @@ from streamalloc.interop.bridge import BATCH, FreeAfterAll, Ledger, Sources
 from streamalloc.interop.cupy import _in_relaxed_mode
 from streamalloc.testing import Faults, Gate
 from tests.interop.conftest import Get
-from tests.interop.libraries import LIBRARIES, Library
+from tests.interop.libraries import LIBRARIES, Library, LibraryStream
 from tests.interop.standins import STANDINS
 from tests.ipc.conftest import partner, processes  # noqa: F401  (fixtures)
 from tests.ipc.support import shared_pool
@@ -458,16 +458,6 @@ class TestKindsOfMemory:
         assert group.mapped_bytes == group.backup.used == 0
 
 
-class Closable:
-    """A library's stream object, whose handle the driver may reuse after the close."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle: int | None = handle
-
-    def __cuda_stream__(self) -> tuple[int, Any]:
-        return (0, self.handle)
-
-
 @pytest.mark.parametrize("closed", [None, 0])
 @pytest.mark.parametrize("ledger", [False, True])
 def test_a_stream_with_the_handle_of_a_closed_one(
@@ -475,7 +465,7 @@ def test_a_stream_with_the_handle_of_a_closed_one(
 ) -> None:
     sources = Sources([cache])
     held = Ledger(sources)
-    first, second = Closable(stream.handle), Closable(stream.handle)
+    first, second = LibraryStream(stream.handle), LibraryStream(stream.handle)
     for theirs in (first, second):
         if ledger:
             address = held.allocate(N, 0, stream.handle, theirs)

@@ -1,6 +1,5 @@
 """``kill -9`` before each single call that a process makes of its driver: the other goes on, and a new one can join."""
 
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from tests.ipc.support import POSIX, make_buffer, make_growable, shared_pool
-from tests.processes import Partner, There, holds_there
+from tests.processes import Mortal, Partner, There, holds_there
 from tests.support import MiB, eventually, executed, filled, holds, shows
 
 Another = Callable[[], Partner]
@@ -18,40 +17,18 @@ MOST = 60
 """Calls that a scenario may make."""
 
 
-class Deadly:
-    """A driver whose process is killed before its n-th call from when it is armed."""
-
-    def __init__(self, driver: Any) -> None:
-        self._driver = driver
-        self.left = -1
-
-    def __getattr__(self, name: str) -> Any:
-        target = getattr(self._driver, name)
-        if not name.startswith("cu") or not name[2:3].isupper():
-            return target
-
-        def function(*args: Any) -> Any:
-            if self.left >= 0:
-                self.left -= 1
-                if self.left < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return target(*args)
-
-        return function
-
-
 def mortal(there: There) -> None:
     """From now on, this process's driver can be armed."""
-    there.driver = Deadly(there.driver)
+    there.driver = Mortal(there.driver)
     there.device = sa.Device(0, driver=there.driver)
     there.stream = there.kept["stream"] = there.device.create_stream()
 
 
 def armed(there: There, calls: int, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function that may not come to its end."""
-    there.driver.left = calls
+    there.driver.call = calls + 1
     answer = function(there, *args)
-    there.driver.left = -1
+    there.driver.call = None
     return answer
 
 

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import functools
 import itertools
-import os
 import re
 import signal
 import warnings
@@ -24,7 +23,7 @@ from streamalloc.multicast.setup.rank_group import RankGroup, rank_at_fault
 from tests.ipc.support import state
 from tests.multicast.ranks import Crew, Meddled, Rank
 from tests.multicast.support import all_ended
-from tests.processes import Partner, There
+from tests.processes import Mortal, Partner, There, die
 from tests.support import Account, collect_and_freeze, eventually, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("driver calls are made to fail, and multicast objects are made")
@@ -258,32 +257,6 @@ RANKS = 3
 LIMIT = 10.0
 # The call before which a rank is killed.
 KILLED_AT = CALLS | {"exchange": "", "clear": "cuMemcpyAsync", "close": "cuCtxSynchronize"}
-
-
-def die(*_: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Mortal:
-    """A driver whose process is killed before a call: the one of a name, or the n-th of all."""
-
-    def __init__(self, driver: Any, call: str | int) -> None:
-        self._driver = driver
-        self._call = call
-        self._calls = 0
-
-    def __getattr__(self, name: str) -> Any:
-        target = getattr(self._driver, name)
-        if not (name.startswith("cu") and name[2:3].isupper()):
-            return target
-
-        def function(*args: Any) -> Any:
-            self._calls += 1
-            if self._call in (name, self._calls):
-                die()
-            return target(*args)
-
-        return function
 
 
 class Outcome(NamedTuple):

@@ -18,6 +18,7 @@ from streamalloc.core.properties import checked_size
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
+from tests.interop.libraries import LibraryStream
 from tests.support import GROWTH, KEEP, MiB, captured, each_raises, executed, holds, in_threads, names, pending
 
 Allocate = Callable[[Any, Any], sa.Buffer]
@@ -362,11 +363,7 @@ def test_of_the_host(device: sa.Device, stream: sa.Stream) -> None:
 
 
 def test_captured_by_other_code(machine: Any, shareable: sa.MemoryPool, stream: sa.Stream) -> None:
-    class Theirs:
-        def __cuda_stream__(self) -> tuple[int, int]:
-            return (0, stream.handle)
-
-    theirs = as_stream(Theirs(), session_of(stream))
+    theirs = as_stream(LibraryStream(stream.handle), session_of(stream))
     with captured(machine, stream), pytest.raises(sa.NotSupportedError, match="made for sharing"):
         shareable.allocate(64, theirs)
 

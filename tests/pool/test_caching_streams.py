@@ -17,12 +17,13 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.state import MAX_RETURNING, StreamCache
 from streamalloc.testing import Gate
 from tests.interleaving import interleaved
+from tests.interop.libraries import LibraryStream
 from tests.support import executed, holds
 
 SIZE = 4096
 
 
-class Theirs:
+class Theirs(LibraryStream):
     """A stream of another library, which destroys it at the end of its object."""
 
     __module__ = "cuda.core"  # wrappers of other modules may outlive their stream
@@ -31,10 +32,7 @@ class Theirs:
         driver: Any = device.driver
         self._driver = driver
         with device.current():
-            self.handle: int | None = int(driver.cuStreamCreate(1)[1])
-
-    def __cuda_stream__(self) -> tuple[int, Any]:
-        return (0, self.handle)
+            super().__init__(int(driver.cuStreamCreate(1)[1]))
 
     def close(self) -> None:
         """Destroy the stream; the object names no handle from then on."""

@@ -12,6 +12,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.ending import pools_of
 from streamalloc.testing import Gate
+from tests.interop.libraries import LibraryStream
 from tests.support import KEEP, MiB, each_raises, eventually, names
 
 DESTROY = "cuMemPoolDestroy"
@@ -57,22 +58,12 @@ def test_not_while_a_free_is_pending(traced: Any, pool: sa.MemoryPool, stream: s
         assert names(traced, DESTROY) == [DESTROY]
 
 
-class LibraryStream:
-    """A stream as another library has one."""
-
-    def __init__(self, stream: sa.Stream) -> None:
-        self._stream = stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return self._stream.__cuda_stream__()
-
-
 STREAMS: dict[str, Callable[[sa.Device, sa.Stream], Any]] = {
     "own": lambda device, stream: stream,
     "blocking": lambda device, stream: device.create_stream(blocking=True),
     "legacy": lambda device, stream: device.default_stream,
     "per-thread": lambda device, stream: device.per_thread_stream,
-    "a library's": lambda device, stream: LibraryStream(stream),
+    "a library's": lambda device, stream: LibraryStream(stream.handle),
 }
 
 

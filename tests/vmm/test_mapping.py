@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, each_raises, holds, in_threads, names, pattern, read
+from tests.support import Account, Replaced, each_raises, holds, in_threads, names, pattern, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, same
 
 
@@ -321,33 +321,25 @@ class TestGrant:
             assert mapping.access(device) == READ and mapping.rights == {device.location: READ}
 
 
-class _Halfway:
-    """A driver that may refuse access as a whole when it has set some of it, as driver 580 does."""
-
-    def __init__(self, driver: Any) -> None:
-        self._driver = driver
-        self.fails = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._driver, name)
-
-    def cuMemSetAccess(self, address: Any, nbytes: int, *access: Any) -> Any:
-        if not self.fails:
-            return self._driver.cuMemSetAccess(address, nbytes, *access)
-        self.fails = False
-        assert nbytes == 3 * PAGE and not self._driver.cuMemSetAccess(address, PAGE, *access)[0]
-        return (self._driver.CUresult.CUDA_ERROR_UNKNOWN,)
-
-
 def test_what_was_set_before_a_refusal_is_taken_back(machine: Any) -> None:
-    driver = _Halfway(machine)
+    """A driver may refuse access as a whole when it has set some of it, as driver 580 does."""
+    fails: list[bool] = []
+
+    def halfway(address: Any, nbytes: int, *access: Any) -> Any:
+        if not fails:
+            return machine.cuMemSetAccess(address, nbytes, *access)
+        fails.clear()
+        assert nbytes == 3 * PAGE and not machine.cuMemSetAccess(address, PAGE, *access)[0]
+        return (machine.CUresult.CUDA_ERROR_UNKNOWN,)
+
+    driver: Any = Replaced(machine, cuMemSetAccess=halfway)
     device = sa.Device(0, driver=driver)
     with vmm.AddressRange(3 * PAGE, driver=driver) as addresses:
         for place in range(3):
             with vmm.PhysicalMemory(device, PAGE) as memory:
                 addresses.map(memory, place * PAGE)
         addresses.set_access(device)
-        driver.fails = True
+        fails.append(True)
         with pytest.raises(sa.CudaError, match="cuMemSetAccess answered"):
             addresses.set_access(device, READ)
         assert [mapping.access(device) for mapping in addresses.mappings] == [READWRITE] * 3

@@ -10,6 +10,7 @@ from streamalloc import ipc
 from streamalloc.ipc import Ring, RingProducer
 from streamalloc.ipc.ring.protocol import ANSWER, END, HELLO, MAGIC, PACKET, VERSION
 from streamalloc.testing import Gate
+from tests.interop.libraries import LibraryStream
 from tests.ipc.ring import support as steps
 from tests.ipc.ring.support import SIZE, bytes_there, join, refused, send, take
 from tests.ipc.support import busy, hold, idle, make_stream, synchronize
@@ -145,14 +146,10 @@ class TestStreamOrder:
     def test_streams_that_are_not_ours(
         self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner, kind: str
     ) -> None:
-        class Foreign:
-            def __cuda_stream__(self) -> tuple[int, int]:
-                return (0, stream.handle)
-
         streams: dict[str, Any] = {
             "default": device.default_stream,
             "per thread": device.per_thread_stream,
-            "foreign": Foreign(),
+            "foreign": LibraryStream(stream.handle),
         }
         with Ring.producer(pool, SIZE, 2, stream=streams[kind]) as ring:
             steps.join(partner, ring, on=None if kind == "default" else "stream")
