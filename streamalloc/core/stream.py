@@ -356,7 +356,8 @@ class Stream(Closes, Shown):
 
     def refuse_capture(self, call: str, why: str) -> None:
         """Raise the errors of :meth:`run_uncaptured`, whose arguments ``call`` and ``why`` are."""
-        self.run_uncaptured(call, why, lambda _: None)
+        if self.unlent is None:
+            self.run_uncaptured(call, why, lambda _: None)
 
     def is_captured(self) -> bool:
         """Whether the stream is captured. Asks the driver for a default stream, and if other code may capture it."""
