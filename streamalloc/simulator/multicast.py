@@ -212,10 +212,15 @@ class MulticastTable:
         self.physical.close()
 
     def _forget(self, which: Callable[[TeamBinding], bool]) -> None:
+        # The block has no loop: on Python 3.12 and newer, an exception of a signal handler in a loop can leave the lock
+        # held.
         with self.locked():
-            for place in range(self._words[_RECORDS]):
-                if which(self._read(place)):
-                    self._write(place, TeamBinding(*(0,) * len(TeamBinding._fields)))
+            self._clear(which)
+
+    def _clear(self, which: Callable[[TeamBinding], bool]) -> None:
+        for place in range(self._words[_RECORDS]):
+            if which(self._read(place)):
+                self._write(place, TeamBinding(*(0,) * len(TeamBinding._fields)))
 
     def _read(self, place: int) -> TeamBinding:
         first = _FIRST_RECORD + place * _RECORD_WORDS
