@@ -564,7 +564,9 @@ class SleepGroup(Members):
         CudaError
             The driver refused to thaw a buffer. The group stays open.
         """
-        _thaw(self.buffers)
+        chosen = self.buffers
+        claim_also(chosen)
+        _thaw(chosen)
         self.closed = True
         for buffer in self.buffers:
             buffer._remedy = RESTORE

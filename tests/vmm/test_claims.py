@@ -178,6 +178,21 @@ def test_a_buffer_that_is_put_to_sleep_is_not_removed() -> None:
         world.check()
 
 
+@pytest.mark.simulated_only("an interleaving is the same on any driver")
+@pytest.mark.parametrize("at", [EvictSteps.wait, EvictSteps.copy, EvictSteps.unmap])
+def test_a_closed_group_takes_no_bytes_of_a_frozen_buffer_that_is_evicted(at: Callable[..., object]) -> None:
+    """The backup is the only copy of them."""
+    driver = sd.simulated()
+
+    def make() -> World:
+        world = World(driver, asleep=False)
+        world.groups[0].freeze()
+        return world
+
+    for world in interleaved(at, make, ACTS["evict"], lambda it: it.groups[0].close(), at="line"):
+        world.check()
+
+
 def test_a_call_of_a_lower_level_inside_waits_for_none_of_the_higher() -> None:
     """A thread that has an arena would wait for another one by way of a group."""
     one, group, other = Thing(), Thing(), Thing()
