@@ -24,8 +24,9 @@ In the process that opens the buffer:
 6. *Opened.* ``importer.imports.LeaseUse.begin`` counts up the word ``opened``, and only then compares the generation:
    if the memory was freed before, it raises ``StaleDescriptorError``.
 7. *Import.* ``importer.imports.Import.begin`` imports the allocation (``cuMemPoolImportPointer``).
-8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``). Then
-   ``Received.close`` ends the hold: it sets the mark of the hold to 0, or closes the pipe of the hold.
+8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``),
+   unless the value is written already. Then ``Received.close`` ends the hold: it sets the mark of the hold to 0, or
+   closes the pipe of the hold.
 9. *Close.* ``importer.imported.ImportedBuffer.close`` ends one use of the import, by ``Import.end_use``. The end of the
    last use frees the import in stream order (``cuMemFreeAsync``). For memory of ``cuMemAlloc`` the host waits for the
    stream at each close, before it takes the lock of the imports.
