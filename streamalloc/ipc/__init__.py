@@ -35,7 +35,7 @@ In the process that opens the buffer:
 
 In the owner again:
 
-11. *Free.* ``Buffer.free`` calls ``Lease.free``. ``Lease.end`` counts up the generation, so that nobody opens the
+11. *Free.* ``Buffer.free`` calls ``Lease.free``. ``Lease.try_end`` counts up the generation, so that nobody opens the
     memory any more, and compares the words: if all importers have written ``closing``, the stream waits for ``closed``,
     and the free follows (``cuMemFreeAsync``). Otherwise the free becomes an item of the queue of deferred releases,
     ``_DeferredFree``, which later calls of the package attempt.
@@ -65,9 +65,9 @@ stream waits for ever. ``ImportedBuffer.lost`` is True from then on. ``Imports.r
 block later.
 
 *The importer dies.* If a free finds that an importer has not closed the memory, ``ControlBlock.watch_importer`` starts
-such a thread in the owner. At the death ``ControlBlock._end`` sets ``closing`` and ``closed`` to ``opened``, and the
-next call that attempts deferred releases frees the memory. If the importer dies before it has opened the descriptor,
-the hold ends with the message (``exporter.exports.Hold``).
+such a thread in the owner. At the death ``ControlBlock._count_as_closed`` sets ``closing`` and ``closed`` to
+``opened``, and the next call that attempts deferred releases frees the memory. If the importer dies before it has
+opened the descriptor, the hold ends with the message (``exporter.exports.Hold``).
 """
 
 from streamalloc.core.internal import Event, Fd

@@ -4,7 +4,7 @@ A lease concerns two processes. Only the exporter frees the memory. Importers co
 control block (:mod:`streamalloc.ipc.wire.control_block`). The free has to wait for the importers: otherwise the driver
 would return the memory to the pool while their kernels still read it, and the next allocation would overwrite it.
 
-A free first makes all descriptors stale, then looks for importers (:meth:`Lease.end`). An importer that opens at the
+A free first makes all descriptors stale, then looks for importers (:meth:`Lease.try_end`). An importer that opens at the
 same time does the opposite: it counts its open, then looks whether its descriptor is stale. So at least one of the two
 processes finds what the other has written. If an importer still uses the memory, the free becomes an item of the queue
 of deferred releases (:mod:`streamalloc.core.deferred`).
@@ -135,10 +135,10 @@ class Lease(SharedState):
     """A slot of a control block: words in shared memory by which importers count their uses of one allocation, or wait
     for one announcement.
 
-    The lease of a buffer frees the buffer (:class:`SharedState`). :meth:`end` returns whether importers allow the free.
-    If importers do not allow it, or if the buffer was dropped (:meth:`drop`), a :class:`_DeferredFree` calls
-    :meth:`end` again later. The end of the lease object releases the slot (:meth:`release`). Another lease can have the
-    slot once it is :meth:`quiet`.
+    The lease of a buffer frees the buffer (:class:`SharedState`). :meth:`try_end` returns whether importers allow the
+    free. If importers do not allow it, or if the buffer was dropped (:meth:`drop`), a :class:`_DeferredFree` calls
+    :meth:`try_end` again later. The end of the lease object releases the slot (:meth:`release`). Another lease can have
+    the slot once it is :meth:`quiet`.
     """
 
     __slots__ = (
@@ -254,7 +254,7 @@ class Lease(SharedState):
             return False
         return self.block.all_closed(self.words) or not self._using()
 
-    def end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
+    def try_end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
         """End the lease if all importers have closed the memory and no descriptor is in transit. Descriptors become
         stale, and ``stream`` waits for the importers' work. Returns whether the lease has ended.
 
@@ -301,7 +301,7 @@ class Lease(SharedState):
         finished its work. The call makes the descriptors stale if every hold has ended and every importer has closed
         the memory, even if work of importers is left.
         """
-        return self.end(None) and self.block.all_closed(self.words)
+        return self.try_end(None) and self.block.all_closed(self.words)
 
     # -- the buffer ------------------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class Lease(SharedState):
     ) -> None:
         if still_imported != "defer":
             self._await(buffer, stream, still_imported, timeout)
-        elif not self.end(stream, for_good=True):
+        elif not self.try_end(stream, for_good=True):
             self._defer(buffer, stream)
             return
         try:
@@ -341,7 +341,7 @@ class Lease(SharedState):
                 fence()
             return
         end = None if timeout is None else time.monotonic() + timeout
-        while not self.end(stream):
+        while not self.try_end(stream):
             if still_imported == "raise" or (end is not None and time.monotonic() >= end):
                 raise StillImportedError(f"{buffer!r} is open in another process, or in transit to one")
             time.sleep(_PAUSE)
@@ -395,7 +395,7 @@ class _DeferredFree(Deferred):
     def attempt(self) -> bool:
         lease = self._lease
         if lease is not None and self._raw is not None:
-            if not lease.end(None, for_good=True):
+            if not lease.try_end(None, for_good=True):
                 return False
             if not ordered_after(self._stream, lambda ordered: self._free(lease, ordered)):
                 return False
@@ -403,7 +403,7 @@ class _DeferredFree(Deferred):
         return True
 
     def _free(self, lease: Lease, ordered: Stream) -> bool:
-        if not lease.end(ordered, for_good=True):
+        if not lease.try_end(ordered, for_good=True):
             return False
         session, raw = lease._exports.session, ordered.checked_raw()
         with notify_freed(session, int(self._raw), raw):

@@ -469,12 +469,12 @@ class _CloseDropped(Deferred):
         imports = self._import.imports
         if self._import.from_pool is None:
             # The end waits for the stream, so it is made once the stream is idle.
-            imports.deferred.submit(OnceIdle(imports.session, self._end))
+            imports.deferred.submit(OnceIdle(imports.session, self._close))
         else:
-            self._end()
+            self._close()
         return True
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         ordered_after(self._stream, functools.partial(self._import.end_use, self._use))
 
 

@@ -77,7 +77,7 @@ class LeaseUse(Deferred):
     def begin(self) -> None:
         """Count the use. Raises StaleDescriptorError if the memory was freed before; then nothing is counted.
 
-        The exporter acts in the opposite order: it makes descriptors stale, then looks for opens (``Lease.end``). So at
+        The exporter acts in the opposite order: it makes descriptors stale, then looks for opens (``Lease.try_end``). So at
         least one of the two processes finds what the other has written. If both looked first, the memory could be freed
         while it is opened.
         """
@@ -305,9 +305,9 @@ class Import:
         if self.from_pool is None and use in self.uses:
             # The host waits before it takes the lock. Otherwise imports on other threads would wait, too.
             stream.synchronize()
-        stream.run_uncaptured("cuMemFreeAsync", IN_A_CAPTURE, self._end, use, stream, used)
+        stream.run_uncaptured("cuMemFreeAsync", IN_A_CAPTURE, self._count_down, use, stream, used)
 
-    def _end(self, handle: Any, use: object, stream: Stream, used: bool) -> None:
+    def _count_down(self, handle: Any, use: object, stream: Stream, used: bool) -> None:
         """End a use after the work of ``stream``, whose ``CUstream`` is ``handle``. The last use frees the memory after
         that work (``cuMemFreeAsync``), or at once (``cuIpcCloseMemHandle``), and ends the uses of the leases. Raises
         CudaError; the memory then stays, unless it no longer exists.

@@ -327,7 +327,7 @@ class ControlBlock:
         for importer in range(IMPORTERS):
             if try_lock(block._own.fileno(), 1 + importer):
                 # An importer that died may have had this index, and may have left allocations open.
-                block._end(importer)
+                block._count_as_closed(importer)
                 block.importer = importer
                 return block
         block.close()
@@ -427,8 +427,8 @@ class ControlBlock:
         (``cuStreamWaitValue32``). Raises the errors of :meth:`write`.
         """
         # A hostile importer may write any value. When the importer dies, a thread writes ``awaited`` to its words if
-        # they are lower (`_end`), so that no stream waits for ever. So ``awaited`` is the highest value for which a
-        # stream may still wait.
+        # they are lower (`_count_as_closed`), so that no stream waits for ever. So ``awaited`` is the highest value for
+        # which a stream may still wait.
         if reached(value, words.awaited) or reached(words.closed.value, words.awaited):
             words.awaited = value
         self.watch_importer(words.importer)
@@ -497,7 +497,7 @@ class ControlBlock:
     def _died(self, byte: int) -> None:
         self._watched.discard(byte)
         if byte:
-            self._end(byte - 1)
+            self._count_as_closed(byte - 1)
         else:
             self._map[_DEAD] = 1
             for words, wanted in list(self._expected):
@@ -513,7 +513,7 @@ class ControlBlock:
         # If a forked child kept the lock, the exporter would count as alive after its death.
         self._own.close()
 
-    def _end(self, importer: int) -> None:
+    def _count_as_closed(self, importer: int) -> None:
         """Count all uses of an importer as ended, after its death: set its ``closing`` and ``closed`` to ``opened`` in
         all slots.
         """
