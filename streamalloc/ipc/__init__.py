@@ -21,8 +21,8 @@ In the process that opens the buffer:
 5. *Open.* ``importer.open.receive`` receives the bytes and the file descriptors. ``Received`` checks the descriptor,
    and ``Received.attach`` maps the control block. ``_open_pointer`` imports the pool
    (``cuMemPoolImportFromShareableHandle``).
-6. *Opened.* ``importer.imports.LeaseUse.begin`` counts up the word ``opened``, and only then compares the generation:
-   if the memory was freed before, it raises ``StaleDescriptorError``.
+6. *Opened.* ``importer.imports.LeaseUse.begin`` counts up the word ``opened`` and compares the generation: if the
+   memory was freed before, it raises ``StaleDescriptorError``.
 7. *Import.* ``importer.imports.Import.begin`` imports the allocation (``cuMemPoolImportPointer``).
 8. *Wait.* ``importer.imported.Announcement.precede`` has the stream wait for ``ready`` (``cuStreamWaitValue32``),
    unless the value is written already. Then ``Received.close`` ends the hold: it sets the mark of the hold to 0, or

@@ -4,14 +4,9 @@ A lease concerns two processes. Only the exporter frees the memory. Importers co
 control block (:mod:`streamalloc.ipc.wire.control_block`). The free has to wait for the importers: otherwise the driver
 would return the memory to the pool while their kernels still read it, and the next allocation would overwrite it.
 
-A free first makes all descriptors stale, then looks for importers (:meth:`Lease.try_end`). An importer that opens at the
-same time does the opposite: it counts its open, then looks whether its descriptor is stale. So at least one of the two
-processes finds what the other has written. If an importer still uses the memory, the free becomes an item of the queue
-of deferred releases (:mod:`streamalloc.core.deferred`).
-
-A death leaves the words as they were. If an importer dies, a thread of the exporter that waits for the importer's lock
-sets the importer's words to "closed". The next call of the package that attempts queued items frees the memory. If the
-exporter dies, the driver keeps the memory for the importers that have it mapped.
+If an importer still uses the memory, the free becomes an item of the queue of deferred releases
+(:mod:`streamalloc.core.deferred`). The module of the control blocks says how a free and an open at the same time find
+each other, and what a death changes.
 
 The stream's write of ``ready`` is queued before the descriptor is sent. So a write that the driver refuses leaves no
 descriptor whose importer would wait for ever.

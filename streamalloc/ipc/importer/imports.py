@@ -75,11 +75,8 @@ class LeaseUse(Deferred):
         self._work: Fence | None = None
 
     def begin(self) -> None:
-        """Count the use. Raises StaleDescriptorError if the memory was freed before; then nothing is counted.
-
-        The exporter acts in the opposite order: it makes descriptors stale, then looks for opens (``Lease.try_end``). So at
-        least one of the two processes finds what the other has written. If both looked first, the memory could be freed
-        while it is opened.
+        """Count the use, then look whether the descriptor is stale: the module of the control blocks says why in this
+        order. Raises StaleDescriptorError if the memory was freed before; then nothing is counted.
         """
         words = self.words
         with self.imports.lock:

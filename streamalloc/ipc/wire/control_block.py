@@ -600,8 +600,8 @@ def fence() -> None:
     """Full memory barrier: this thread's earlier writes become visible to other processes before this thread's next
     reads.
 
-    Exporter and importer each write a word and then read the other's word. Processors may reorder this write and read,
-    but not across the acquisition of a lock. The lock is new, so acquiring it never waits.
+    Processors may reorder a write and a read of another word, but not across the acquisition of a lock. The lock is
+    new, so acquiring it never waits.
     """
     _thread.allocate_lock().acquire()
 
