@@ -20,7 +20,6 @@ from streamalloc.vmm.access import copying_stream
 from streamalloc.vmm.claims import Claimable, claim_also, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.residents import Residents
-from streamalloc.vmm.steps import RESTORE
 from streamalloc.vmm.stores.blocks import Backup, Bytes
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
 from streamalloc.vmm.stores.host import HostTier, blocks_of, shared_tier
@@ -103,7 +102,7 @@ class Members(Closes, Claimable):
 
     def _admit(self, buffer: VirtualBuffer, tag: str) -> None:
         self._members[buffer] = tag
-        buffer._remedy = f"group.wake({tag!r}), or restore() it alone,"
+        buffer._group = weakref.ref(self)
 
     def tagged(self, tag: str) -> Tagged:
         """Return an allocator whose buffers belong to the group and get the tag ``tag``, for
@@ -130,8 +129,7 @@ class Members(Closes, Claimable):
                 raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
             if buffer in self._members:
                 buffer._check_thawed()
-            if self._members.pop(buffer, None) is not None:
-                buffer._remedy = RESTORE
+            self._members.pop(buffer, None)
 
         claiming((checked_type("buffer", buffer, VirtualBuffer),), act)
 

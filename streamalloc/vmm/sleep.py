@@ -50,7 +50,6 @@ from streamalloc.vmm.access import After
 from streamalloc.vmm.claims import claim_also, claimed
 from streamalloc.vmm.members import Members
 from streamalloc.vmm.steps import (
-    RESTORE,
     BackupPlace,
     BackupSteps,
     EvictSteps,
@@ -446,7 +445,8 @@ class SleepGroup(Members):
         context is then lost. Frozen buffers use memory of :attr:`backup` also while they are awake.
 
         Buffers that are frozen already are skipped. A sleeping buffer is frozen without a copy: it keeps its backup
-        when it wakes. Buffers that get the tag later are not frozen. ::
+        when it wakes. Buffers that get the tag later are not frozen. If the group is dropped without :meth:`close`, its
+        buffers stay frozen, and :meth:`thaw` of another group that has them makes them writable. ::
 
             group.freeze("weights")
             group.sleep()    # unmaps, without a copy
@@ -552,7 +552,8 @@ class SleepGroup(Members):
 
     @claimed
     def close(self) -> None:
-        """Remove all buffers from the group. The buffers stay as they are, but frozen buffers are thawed. Idempotent.
+        """Remove all buffers from the group. The buffers stay as they are, but frozen buffers are thawed, also if
+        another group froze them. Idempotent.
 
         A sleeping buffer keeps its stored bytes until it is restored (:meth:`VirtualBuffer.restore`) or closed. The
         default backup releases its memory once the last group that shares it is closed and no buffer has bytes there.
@@ -568,8 +569,6 @@ class SleepGroup(Members):
         claim_also(chosen)
         _thaw(chosen)
         self.closed = True
-        for buffer in self.buffers:
-            buffer._remedy = RESTORE
         self._members.clear()
         self._before_sleep.clear()
         self._after_wake.clear()

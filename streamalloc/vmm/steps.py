@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -47,10 +48,6 @@ class ChunkSpec(NamedTuple):
     offset: int
     nbytes: int
     spec: MemorySpec
-
-
-RESTORE = "restore() it"
-"""Remedy in errors for an evicted buffer. A :class:`SleepGroup` sets another text for its buffers."""
 
 
 class Eviction(NamedTuple):
@@ -97,8 +94,8 @@ class Evictable(OwnsRange, Claimable):
         """The bytes of an evicted or frozen buffer outside of its memory; None if there are none."""
         self._frozen = False
         """Whether the buffer is frozen: read-only, so that its backup stays valid while it is mapped."""
-        self._remedy = RESTORE
-        """Text in errors that says how to make an evicted buffer usable."""
+        self._group: weakref.ref[Any] | None = None
+        """The :class:`SleepGroup` that took the buffer last, for errors; None before the first."""
         self._reserve(device, capacity, stream)
 
     @property
@@ -237,7 +234,23 @@ class Evictable(OwnsRange, Claimable):
     def _check_thawed(self) -> None:
         """Raise InUseError if the buffer is frozen."""
         if self._frozen:
-            raise InUseError(f"{self!r} is frozen: thaw() its tag in the group first")
+            raise InUseError(f"{self!r} is frozen: {self._thaw_remedy()} first")
+
+    def _tag(self) -> str | None:
+        """Return the tag in the group that took the buffer last; None if this group was closed or dropped, or the
+        buffer has left it.
+        """
+        group = None if self._group is None else self._group()
+        tag: str | None = None if group is None else group._members.get(self)
+        return tag
+
+    def _thaw_remedy(self) -> str:
+        tag = self._tag()
+        return "add() it to a SleepGroup and thaw() it there" if tag is None else f"group.thaw({tag!r})"
+
+    def _wake_remedy(self) -> str:
+        tag = self._tag()
+        return "restore() it" if tag is None else f"group.wake({tag!r}), or restore() it alone,"
 
 
 def _spec_of(entry: MappedBytes) -> MemorySpec:

@@ -235,7 +235,7 @@ class VirtualBuffer(Evictable, Drawn):
         if self.range.closed:
             self._check_open()
         if self.eviction is not None:
-            raise EvictedError(f"{self!r} is evicted: {self._remedy} before it is used")
+            raise EvictedError(f"{self!r} is evicted: {self._wake_remedy()} before it is used")
 
     def _read_only(self, on_host: bool) -> bool:
         return self.rights.get(MemLocation.host() if on_host else self.stream.device.location) == MemAccess.READ
@@ -243,7 +243,7 @@ class VirtualBuffer(Evictable, Drawn):
     def _access_hint(self, stream: Stream) -> str:
         where = stream.device.location
         if self._frozen:
-            return f"{self!r} is frozen and can only be read: thaw() its tag in the group before it is written"
+            return f"{self!r} is frozen and can only be read: {self._thaw_remedy()} before it is written"
         return f"{where} has no access: set_access(device) gives it" if not self._rights.get(where) else ""
 
     def _about(self) -> Iterator[Row]:

@@ -168,6 +168,40 @@ class TestMembers:
         )
         buffer.close()
 
+    def test_an_error_names_no_group_that_cannot_help(self, device: sa.Device, stream: sa.Stream) -> None:
+        one, other = vmm.SleepGroup(device), vmm.SleepGroup(device)
+        (buffer,) = buffers(one, "a")
+        other.add(buffer, "b")
+        one.close()
+        other.freeze()
+        each_raises(sa.InUseError, lambda: buffer.set_access(device), match=r"is frozen: group\.thaw\('b'\)")
+        other.sleep()
+        each_raises(sa.EvictedError, lambda: buffer.fill(1, stream), match=r"is evicted: group\.wake\('b'\)")
+        other.wake()
+        each_raises(
+            sa.CudaError, lambda: buffer.fill(1, stream), match=r"read: group\.thaw\('b'\) before it is written"
+        )
+        del other
+        gc.collect()
+        remedy = r"add\(\) it to a SleepGroup and thaw\(\) it there"
+        each_raises(sa.CudaError, lambda: buffer.fill(1, stream), match=f"read: {remedy} before it is written")
+        each_raises(sa.InUseError, lambda: buffer.set_access(device), match=f"is frozen: {remedy}")
+        buffer.evict()
+        each_raises(sa.EvictedError, lambda: buffer.fill(1, stream), match=r"is evicted: restore\(\) it before")
+        with vmm.SleepGroup(device) as third:
+            third.add(buffer)
+            third.thaw()
+        buffer.restore()
+        assert shows(buffer, 0)
+        buffer.close()
+
+    def test_a_group_that_is_closed_thaws_for_all(self, device: sa.Device, group: vmm.SleepGroup) -> None:
+        with vmm.SleepGroup(device) as other:
+            (buffer,) = buffers(other, "a")
+            group.add(buffer)
+            group.freeze()
+        assert not buffer.frozen and buffer in group.buffers and shows(buffer, 0)
+
     def test_an_allocator_for_each_tag(self, device: sa.Device, group: vmm.SleepGroup, stream: sa.Stream) -> None:
         source = group.tagged("weights")
         buffer = source.allocate(100, stream)
