@@ -66,7 +66,7 @@ _for_all_threads: Driver | None = None
 
 def simulated(
     devices: int = 1,
-    memory: int | None = None,
+    memory: int | str | None = None,
     profile: str = "h200",
     multicast: bool | None = None,
     fabric: bool | None = None,
@@ -90,8 +90,8 @@ def simulated(
     devices
         Number of GPUs.
     memory
-        Bytes of memory of each GPU (None: as the profile's GPU has). This machine's memory is used only for pages that
-        are written.
+        Memory of each GPU in bytes, or as text such as ``"80GiB"`` (None: as the profile's GPU has). This machine's
+        memory is used only for pages that are written.
     profile
         Simulated GPU and host: ``"h200"``, ``"h100"``, or the ``.json`` file that ``streamalloc profile -o FILE`` wrote
         on another machine. If the profile's devices lack a capability, calls are refused as on these devices. A call
@@ -122,9 +122,10 @@ def simulated(
     ------
     ValueError
         There is no such profile, or a field of the profile is missing, unknown or out of range. Or ``devices`` or
-        ``memory`` is below 1, ``multicast_slots`` or ``patience`` is negative, or ``kernels`` is another text.
+        ``memory`` is below 1, ``multicast_slots`` or ``patience`` is negative, or ``memory`` or ``kernels`` is another
+        text.
     TypeError
-        ``devices``, ``memory`` or ``multicast_slots`` is no integer.
+        ``devices`` or ``multicast_slots`` is no integer, or ``memory`` neither an integer nor text.
     """
     spec = (devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host)
     made: Driver = _made_by("simulated")(*spec)
@@ -242,6 +243,7 @@ _READERS: dict[str, Callable[[str], object]] = {
     "bool": {"0": False, "1": True}.__getitem__,
     "float": float,
     "int": int,
+    "int | str": str,
     "str": str,
 }
 _SETTINGS = {
@@ -299,7 +301,7 @@ def default() -> Driver:
 
     ================================  =======================================================
     ``devices=4``                     number of devices
-    ``memory=8589934592``             bytes of memory of each device
+    ``memory=80GiB``                  memory of each device
     ``profile=h200``                  simulated GPU: ``h200``, ``h100`` or a file
     ``multicast=1``, ``fabric=0``     support, 0 or 1
     ``seed=7``                        seed of random delays and interleaving of work

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from streamalloc.formats.sizes import size_in
 from streamalloc.simulator.constants import ALIGNMENT, BLOCK, CHUNK
 
 FORMAT, VERSION = "streamalloc profile", 1
@@ -409,12 +410,13 @@ def load(name: str) -> Profile:
 class MachineSpec:
     """Arguments of :func:`streamalloc.driver.simulated`. The fields are documented there.
 
-    Raises ``ValueError`` for a number or a choice that is not allowed, and :class:`ProfileError` if the profile cannot
-    be used.
+    Raises ``ValueError`` for a number, a text or a choice that is not allowed, and :class:`ProfileError` if the profile
+    cannot be used.
     """
 
     devices: int = 1
     memory: int | None = None
+    """Number of bytes. Text such as ``"64MiB"`` is converted to it."""
     profile_name: str = BASE
     multicast: bool | None = None
     fabric: bool | None = None
@@ -427,6 +429,12 @@ class MachineSpec:
     profile: Profile = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        given: Any = self.memory
+        if isinstance(given, str):
+            try:
+                object.__setattr__(self, "memory", size_in(given))
+            except ValueError as error:
+                raise ValueError(f"memory={error}") from None
         for name in ("devices", "memory", "multicast_slots"):
             value = getattr(self, name)
             if value is not None and not hasattr(value, "__index__"):

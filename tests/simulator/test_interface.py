@@ -10,6 +10,7 @@ import pytest
 
 from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.internal import choice_of
 from streamalloc.simulator import SimulatedDriver
 from streamalloc.simulator.driver import SimulatedMachine
 from tests.facts.enums import DEVICE, HOST, NO_ACCESS, READ, READWRITE
@@ -58,18 +59,26 @@ def test_a_driver_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"devices": 0}, {"memory": 0}, {"profile": "abacus"}], ids=lambda wrong: next(iter(wrong))
+    "wrong",
+    [{"devices": 0}, {"memory": 0}, {"memory": "0 MiB"}, {"memory": "64 apples"}, {"profile": "abacus"}],
+    ids=lambda wrong: str(*wrong.values()),
 )
 def test_impossible_machines_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         simulated(**wrong)
 
 
-@pytest.mark.parametrize("name", ["devices", "memory", "multicast_slots"])
-def test_numbers_are_integers(name: str) -> None:
-    given: Any = {name: "1GiB"}
-    with pytest.raises(TypeError, match=f"{name} must be an integer, not str"):
+@pytest.mark.parametrize(("name", "value"), [("devices", "2"), ("memory", 1.5), ("multicast_slots", "3")])
+def test_numbers_are_integers(name: str, value: object) -> None:
+    given: Any = {name: value}
+    with pytest.raises(TypeError, match=f"{name} must be an integer, not {type(value).__name__}"):
         simulated(**given)
+
+
+def test_a_size_as_text_makes_the_machine_of_its_bytes() -> None:
+    text, number = simulated(memory="64MiB"), simulated(memory=64 << 20)
+    assert repr(text) == repr(number)
+    assert choice_of(text) == choice_of(number) == "simulated:memory=67108864"
 
 
 def test_handles_of_another_machine_are_refused() -> None:
