@@ -272,17 +272,22 @@ class Stream(Closes, Shown):
         self.direct = self.unlent = None
         self.usable = False
 
-    def _shut_after_fork(self) -> None:
-        self._forbid_direct()
+    _shut_after_fork = _forbid_direct
 
     def _allow_direct(self) -> None:
         """Allow direct calls, unless the stream is closed, is captured, has items to attempt, or a capture forbids
         them.
         """
-        if not (self._closed or self._capture or self._before_work or deferred_queue(self._session).forbidding):
+        queue = deferred_queue(self._session)
+        # Python may switch threads at a call, and the other thread may then close or capture the stream. So no call
+        # stands between these tests and the assignments.
+        if not (queue.forbidding or self._closed or self._capture or self._before_work):
             self.usable = True
             self.direct = self._raw
             self.unlent = None if self.capturable else self._raw
+        # The other thread may have forbidden direct calls before the assignments allowed them.
+        if queue.forbidding or self._closed or self._capture or self._before_work:
+            self._forbid_direct()
 
     # -- checked calls -----------------------------------------------------------------------------------------
 
@@ -310,9 +315,6 @@ class Stream(Closes, Shown):
         finally:
             self._attempting.remove(me)
         self._allow_direct()
-        # A finaliser may have added an item since the loop ended.
-        if self._before_work:
-            self._forbid_direct()
 
     def in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
         """Call ``act`` while the context that the handle needs is current, and return the result of ``act``. Driver
@@ -349,30 +351,26 @@ class Stream(Closes, Shown):
 
         def unless_captured(raw: Any, captured: bool) -> T:
             if captured:
-                raise refused(CaptureError, call, f"the stream is being captured; {why}")
+                raise _refusal(call, why)
             return act(raw, *args)
 
         return self.checked_call(unless_captured)
 
     def refuse_capture(self, call: str, why: str) -> None:
         """Raise the errors of :meth:`run_uncaptured`, whose arguments ``call`` and ``why`` are."""
-        if self.unlent is None:
-            self.run_uncaptured(call, why, lambda _: None)
+        if self.is_captured():
+            raise _refusal(call, why)
 
     def is_captured(self) -> bool:
-        """Whether the stream is captured. Asks the driver for a default stream, and if other code may capture it."""
-        return self.unlent is None and self.checked_call(lambda _, captured: bool(captured))
+        """Return :attr:`capturing`, without a question to the driver if only this package can capture the stream."""
+        return self.unlent is None and self.capturing
 
     def of_this_thread(self) -> Stream:
-        """Return the stream that this object's handle names on the calling thread. For a per-thread default stream it
-        is the calling thread's own; for all other streams it is this object.
-        """
+        """Return the stream that the handle names on this thread: its own per-thread stream, or this object."""
         return self
 
     def covering(self) -> Stream:
-        """Return a stream whose later work on the calling thread comes after the work of this object. For a per-thread
-        default stream of another thread it is the legacy stream; for all other streams it is this object.
-        """
+        """Return a stream after this one's work: for another thread's per-thread stream the legacy one, else this."""
         return self
 
     def call(self, name: str, *args: Any) -> Any:
@@ -573,6 +571,11 @@ class Stream(Closes, Shown):
         return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
 
 
+def _refusal(call: str, why: str) -> CudaError:
+    """Return the error for driver function ``call`` that is not called, because the stream is being captured."""
+    return refused(CaptureError, call, f"the stream is being captured; {why}")
+
+
 def captured(session: Session, raw: Any) -> bool:
     """Whether the stream ``raw`` (``CUstream``) is being captured (``cuStreamIsCapturing``). The context of a default
     stream must be current. Raises CaptureError for the legacy default stream while a blocking stream is being captured,
@@ -766,7 +769,10 @@ class DefaultStream(Stream):
 
     def _allow_direct(self) -> None:
         # During a capture by this package, a checked call finds out whether a blocking stream is being captured.
-        self.usable = not (self._capture or self._before_work or deferred_queue(self._session).captures)
+        queue = deferred_queue(self._session)
+        self.usable = not (queue.captures or self._capture or self._before_work)
+        if queue.captures or self._capture or self._before_work:  # As in the method of the base class.
+            self._forbid_direct()
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
         return self._session.current(self.device.ordinal)

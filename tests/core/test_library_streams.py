@@ -1,5 +1,6 @@
 """Streams of other libraries: resolved once, on the fast paths, and never taken for another stream."""
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -15,10 +16,11 @@ import streamalloc as sa
 from streamalloc.core import library_streams
 from streamalloc.core.allocator import Allocator
 from streamalloc.core.buffer import PoolBuffer
+from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.fence import Fence
 from streamalloc.core.library_streams import as_stream
 from streamalloc.core.session import Session, session_of
-from streamalloc.core.stream import OwnStream
+from streamalloc.core.stream import OwnStream, Stream, captures_changed
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults
 from tests.interleaving import interleaved
@@ -389,6 +391,32 @@ def test_an_allocation_while_another_thread_allows_fast_paths(scene: Scene) -> N
         allocated = [call for call in scene.driver.calls if call.name == ALLOCATE][-1]
         assert int(allocated.args[2] or 0) == scene.own.handle
         made.clear()
+
+
+@pytest.mark.parametrize("change", ["close", "capture", "capture of another stream"])
+def test_a_stream_that_changes_while_another_thread_allows_fast_paths(device: sa.Device, change: str) -> None:
+    """As at the end of a capture: at whichever line the other thread begins, no direct call is allowed."""
+    with contextlib.ExitStack() as streams, device.create_stream() as other:
+
+        def make() -> tuple[sa.Stream, contextlib.ExitStack]:
+            return streams.enter_context(device.create_stream()), contextlib.ExitStack()
+
+        def act(state: tuple[sa.Stream, contextlib.ExitStack]) -> None:
+            stream, captures = state
+            if change == "close":
+                stream.close()
+            elif change == "capture":
+                captures.enter_context(stream.capture("relaxed"))
+            else:
+                deferred_queue(session_of(device)).captures[other] = (
+                    1  # as a capture in the mode "global" of another thread
+                )
+                captures.callback(deferred_queue(session_of(device)).captures.clear)
+                captures_changed(session_of(device))
+
+        for stream, captures in interleaved(Stream._allow_direct, make, lambda state: state[0]._allow_direct(), act):
+            with captures:
+                assert (stream.direct, stream.unlent, stream.usable) == (None, None, False)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
