@@ -612,11 +612,14 @@ class PoolBuffer(Buffer):
                     handle = stream.ready(True)
                     if handle is not None:
                         result = free(ptr, handle)[0]
+            if handle is None or result:
+                _free_later(session, ptr, stream, handle, result)
+        except NOT_CALLED:
+            _free_later(session, ptr, stream, None, 0)
+            raise
         finally:
             exchange(mode)
             dropping.pop()
-        if handle is None or result:
-            _free_later(session, ptr, stream, handle, result)
 
 
 PoolBuffer.__name__ = PoolBuffer.__qualname__ = "Buffer"

@@ -30,7 +30,7 @@ from tests.checker.corpus import PAGE, SIZE, Bench
 from tests.checker.corpus.bench import Steps
 from tests.checker.corpus.nodes import Graph, fill_params
 from tests.processes import SECONDS
-from tests.support import KEEP, bytecodes, in_threads, names, read
+from tests.support import KEEP, bytecodes, end_what_was_dropped, in_threads, names, read
 
 FLAGS = 2  # CU_EVENT_DISABLE_TIMING
 
@@ -119,6 +119,18 @@ class TestModes:
             assert other.freed
             gates.append(gate)
             bench.done(memory)
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_a_drop_that_was_refused_is_made_later(self, machine: Any) -> None:
+        with Bench(sd.checked(machine, on="raise")) as bench:
+            memory = bench.pool.allocate(4096, bench.a)
+            bench.b.wait(bench.a.record())
+            memory.fill(1, bench.b)
+            del memory  # not ordered after the fill
+            bench.device.synchronize()
+            end_what_was_dropped()
+            assert [one.count for one in bench.driver.hazards] == [1]
+            assert bench.pool.statistics().used == 0
 
     def test_more_hazards_than_are_kept_are_noted(self, checker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(report, "_MOST_HAZARDS", 0)

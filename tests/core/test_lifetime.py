@@ -94,6 +94,29 @@ class TestGarbage:
             assert holds(other, 7)
             other.free()
 
+    def test_a_refused_drop_asks_before_its_stream_is_destroyed(
+        self, traced: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        device = sa.Device(0, driver=traced)
+        session, stream = session_of(device), device.create_stream()
+        ask, destroyed = session.cuStreamIsCapturing, []
+
+        def asked_while_another_thread_closes(handle: Any) -> Any:
+            in_threads(stream.close)
+            destroyed.append(names(traced).count("cuStreamDestroy"))
+            return ask(handle)
+
+        with sa.MemoryPool(device, release_threshold=KEEP) as pool:
+            buffer = pool.allocate(4096, stream)
+            traced.cuMemFreeAsync(cuda.CUdeviceptr(buffer.address), stream.direct)
+            traced.calls.clear()
+            monkeypatch.setattr(session, "cuStreamIsCapturing", asked_while_another_thread_closes)
+            with pytest.warns(ResourceWarning, match="could not be freed"):
+                del buffer
+            monkeypatch.undo()
+            end_what_was_dropped()
+        assert destroyed == [0]
+
     def test_memory_of_no_capture_is_the_buffer_s(self, pool: sa.MemoryPool, stream: sa.Stream, machine: Any) -> None:
         """The driver answers for it as for memory that was freed."""
         buffer = pool.allocate(4096, stream)
