@@ -10,13 +10,13 @@ The way of an allocation (:meth:`Allocator.allocate`):
 
 The way of a free (:meth:`Buffer.free`). The thread that takes the pointer out of the buffer frees it; nobody else does.
 
-1. *Ready.* :meth:`Stream.ready` gives the handle. Without a handle, step 4 follows. :class:`SharedState` frees shared
-   memory.
+1. *Ready.* :meth:`Stream.ready` gives the handle. Without a handle, step 4 follows, and for shared memory its second
+   half.
 2. *Driver.* ``free_function`` of the allocator frees (``cuMemFreeAsync``).
 3. *Refusal.* :meth:`Buffer._not_freed` puts the pointer back, unless the memory is gone.
 4. *Checked way.* :meth:`Buffer._free_checked` finds a stream after the uses. :meth:`Buffer._free_after` refuses
-   captures that did not allocate the memory. :class:`SharedState` frees shared memory, :meth:`Buffer.free_on` other
-   memory, by steps 2 and 3.
+   captures that did not allocate the memory. For shared memory, :meth:`SharedState.begin_free` says whether the free
+   is made now. :meth:`Buffer.free_on` makes it, by steps 2 and 3.
 
 The way of a drop (:meth:`PoolBuffer.__del__`):
 
@@ -84,7 +84,7 @@ _FOREIGN_IN_CAPTURE = (
 
 
 class SharedState(abc.ABC):
-    """State of a shared buffer, which other processes may have open. It frees the buffer's memory.
+    """State of a shared buffer, which other processes may have open. It says when the buffer frees the memory.
     :mod:`streamalloc.ipc` attaches this object when the buffer is shared.
     """
 
@@ -94,9 +94,15 @@ class SharedState(abc.ABC):
     """``CUdeviceptr`` of the memory. The pointer of the buffer itself is None while the buffer is shared."""
 
     @abc.abstractmethod
-    def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Free the memory of ``buffer`` after the work of ``stream``. If another process has the memory open, act by
+    def begin_free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> bool:
+        """Return whether ``buffer`` frees the memory now, on ``stream``; it then calls :meth:`end_free`. If not, this
+        object has freed the memory, or frees it later. If another process has the memory open, act by
         ``still_imported`` and ``timeout`` (seconds), which are those of :meth:`Buffer.free`. Raises StillImportedError.
+        """
+
+    def end_free(self, freed: bool) -> None:  # noqa: B027 (only a lease has an end to note)
+        """Note that the buffer has made its free. ``freed``: whether the memory is freed, by this free or by another
+        thread. Does nothing in this base class.
         """
 
     @property
@@ -411,10 +417,11 @@ class Buffer(Memory, Closes):
         # free the memory of the next owner of the address.
         ptr, self._ptr = self._ptr, None
         if ptr is None:
-            shared = self.shared
-            if shared is None:
+            if self.shared is None:
                 return self._free_checked(stream, still_imported, timeout)
-            return shared.free(self, ordered, still_imported, timeout)
+            if ordered.unlent is None:  # Other code may capture the stream.
+                return ordered.checked_call(self._free_after, ordered, still_imported, timeout)
+            return self._free_after(handle, False, ordered, still_imported, timeout)
         try:
             result = free(ptr, handle)[0]
         except NOT_CALLED:
@@ -492,10 +499,13 @@ class Buffer(Memory, Closes):
         capture, state = last._capture, self.shared
         if captured and not self._belongs_to(None if capture is None else capture.graph):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
-        if state is not None:
-            state.free(self, last, still_imported, timeout)
-        else:
+        if state is None:
             self.free_on(last, handle)
+        elif state.begin_free(self, last, still_imported, timeout):
+            try:
+                self.free_on(last, handle)
+            finally:
+                state.end_free(self.freed)
 
     def _belongs_to(self, graph: object) -> bool:
         """Whether the capture of ``graph`` may have allocated the memory, so that the memory can be freed in it. None
@@ -510,7 +520,7 @@ class Buffer(Memory, Closes):
         return self
 
     def free_by(self, state: SharedState) -> None:
-        """Have ``state`` free the buffer from now on. ``_ptr`` becomes None, so that a free finds the buffer shared.
+        """Have ``state`` say when the buffer is freed. ``_ptr`` becomes None, so that a free finds the buffer shared.
         Raises ClosedError if the buffer was freed.
         """
         state.pointer = self._live()

@@ -9,8 +9,8 @@ The steps of sharing a buffer of a pool, in the process that owns the buffer:
 
 1. *Share.* ``exporter.share.share`` finds the function of the buffer's kind, ``_share_buffer``.
 2. *Lease.* ``exporter.exports.Exports.lease`` exports the pool (``cuMemPoolExportToShareableHandle``) and the
-   allocation (``cuMemPoolExportPointer``), and takes a slot of the control block. From now on the ``Lease`` frees the
-   buffer. With ``hold=True``, ``Lease.add_hold`` keeps the memory while the descriptor is in transit.
+   allocation (``cuMemPoolExportPointer``), and takes a slot of the control block. From now on the ``Lease`` says when
+   the buffer is freed. With ``hold=True``, ``Lease.add_hold`` keeps the memory while the descriptor is in transit.
 3. *Ready.* ``Lease.announce`` has the buffer's stream write the slot's word ``ready`` after the contents
    (``cuStreamWriteValue32``).
 4. *Descriptor.* ``exporter.share._published`` puts pool, slot, generation and value of ``ready`` into a
@@ -35,10 +35,10 @@ In the process that opens the buffer:
 
 In the owner again:
 
-11. *Free.* ``Buffer.free`` calls ``Lease.free``. ``Lease.try_end`` counts up the generation, so that nobody opens the
-    memory any more, and compares the words: if all importers have written ``closing``, the stream waits for ``closed``,
-    and the free follows (``cuMemFreeAsync``). Otherwise the free becomes an item of the queue of deferred releases,
-    ``_DeferredFree``, which later calls of the package attempt.
+11. *Free.* ``Buffer.free`` asks ``Lease.begin_free``. ``Lease.try_end`` counts up the generation, so that nobody opens
+    the memory any more, and compares the words: if all importers have written ``closing``, the stream waits for
+    ``closed``, and the buffer frees the memory (``cuMemFreeAsync``). Otherwise the free becomes an item
+    of the queue of deferred releases, ``_DeferredFree``, which later calls of the package attempt.
 
 The objects of these steps. ``Exports`` and ``Imports`` have those of one driver in one process:
 

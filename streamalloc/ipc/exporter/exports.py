@@ -59,7 +59,6 @@ _NOT_EXPORTABLE = (
     "only allocations of pools made with handle_types=POSIX_FILE_DESCRIPTOR can be shared, "
     "by the process that made them"
 )
-_IN_A_CAPTURE = "a shared buffer cannot be freed in a capture"
 # Seconds between two checks in a free that waits for importers.
 _PAUSE = 0.0005
 
@@ -130,10 +129,10 @@ class Lease(SharedState):
     """A slot of a control block: words in shared memory by which importers count their uses of one allocation, or wait
     for one announcement.
 
-    The lease of a buffer frees the buffer (:class:`SharedState`). :meth:`try_end` returns whether importers allow the
-    free. If importers do not allow it, or if the buffer was dropped (:meth:`drop`), a :class:`_DeferredFree` calls
-    :meth:`try_end` again later. The end of the lease object releases the slot (:meth:`release`). Another lease can have
-    the slot once it is :meth:`quiet`.
+    The lease of a buffer says when the buffer is freed (:class:`SharedState`). :meth:`try_end` returns whether
+    importers allow the free. If importers do not allow it, or if the buffer was dropped (:meth:`drop`), a
+    :class:`_DeferredFree` calls :meth:`try_end` again later. The end of the lease object releases the slot
+    (:meth:`release`). Another lease can have the slot once it is :meth:`quiet`.
     """
 
     __slots__ = (
@@ -300,30 +299,24 @@ class Lease(SharedState):
 
     # -- the buffer ------------------------------------------------------------------------------------------
 
-    def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
-        """Free the memory of ``buffer`` on ``stream``, after the work of importers that have closed it
-        (``cuMemFreeAsync``). ``still_imported``, ``timeout`` and errors as for :meth:`Buffer.free`.
+    def begin_free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> bool:
+        """End the lease, so that the buffer frees the memory on ``stream`` now, after the work of importers that have
+        closed it; or submit the free to the queue of deferred releases, and return False.
         """
-        policy = still_imported, timeout
-        stream.run_uncaptured("cuMemFreeAsync", _IN_A_CAPTURE, self._free, buffer, stream, *policy)
-
-    def _free(
-        self, handle: Any, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None
-    ) -> None:
         if still_imported != "defer":
             self._await(buffer, stream, still_imported, timeout)
         elif not self.try_end(stream, for_good=True):
             self._defer(buffer, stream)
-            return
-        try:
-            buffer.free_on(stream, handle)
-        finally:
-            # The buffer may be freed even if the driver has refused the call: other code has then freed the memory.
-            if buffer.freed:
-                self._exports.with_memory.discard(self)
-            else:
-                self.words.generation.value = self.generation
-        self._exports.deferred.work()
+            return False
+        return True
+
+    def end_free(self, freed: bool) -> None:
+        # The buffer may be freed even if the driver has refused the call: other code has then freed the memory.
+        if freed:
+            self._exports.with_memory.discard(self)
+            self._exports.deferred.work()
+        else:
+            self.words.generation.value = self.generation
 
     def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
         """End the lease for a free with ``still_imported="raise"``, ``"wait"`` or ``"ignore"``: at once, or after at
@@ -538,7 +531,7 @@ class Exports:
         self.blocks.append(block)
 
     def lease(self, buffer: Buffer) -> Lease:
-        """Return the lease of a buffer. From now on the lease frees the buffer. The first call exports the allocation
+        """Return the lease of a buffer. The lease then says when it is freed. The first call exports the allocation
         (``cuMemPoolExportPointer``). Raises ValueError if the pool was not made for sharing, ClosedError if the buffer
         was freed or the pool closed, and CudaError if the driver refuses.
         """

@@ -159,12 +159,13 @@ class SharedBehind(SharedState):
         self.behind: Buffer = behind
         self.pointer = pointer
 
-    def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
+    def begin_free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> bool:
         try:
             self.behind.free(None if stream is self.behind.stream else stream, still_imported, timeout)
         finally:
             if self.behind.freed:
                 buffer.shared = None
+        return False
 
     def drop(self, buffer: Buffer) -> None:
         """Do nothing, because :attr:`behind` has its own finaliser."""
