@@ -35,7 +35,7 @@ Use: TypeAlias = "tuple[Any, Any, bool]"
 Arguments: TypeAlias = "tuple[Any, ...]"
 Answer: TypeAlias = "tuple[Any, ...]"
 Rest: TypeAlias = Callable[[Answer], object]
-"""Function that runs those steps of a rule that follow the driver call. It is called with the driver's answer."""
+"""Function that does what follows the driver call. It is called with the driver's answer."""
 Steps: TypeAlias = Generator[None, Answer, Any]
 """Generator that yields where the driver makes the call. It then gets the driver's answer. It may end without
 yielding.
@@ -86,7 +86,7 @@ def _words(value: Any) -> list[int]:
 
 
 def nothing(answer: tuple[Any, ...]) -> None:
-    """Do nothing with the driver's answer. This is the :data:`Rest` of a rule that has no step after the call."""
+    """Do nothing with the driver's answer: the :data:`Rest` if nothing follows the call."""
 
 
 class Rule(NamedTuple):
@@ -498,37 +498,38 @@ def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict
 # -- uses of freed memory ----------------------------------------------------------------------------------
 
 
-def stale(state: State, handle: Any, what: str, pieces: Pieces, *, in_order: bool = True) -> Steps:
-    """Report a use of memory that was certainly freed before. If it is uncertain whether the free comes before the use,
-    the use is reported only if the driver refuses the call. Nothing is reported while the stream waits for something.
+def stale(state: State, handle: Any, what: str, pieces: Pieces, *, in_order: bool = True) -> Rest:
+    """Report uses of memory that was certainly freed before, unless the stream waits for something. A rule calls it
+    before the call.
 
-    ``what``: name of the call. ``in_order``: False for a call outside of stream order. Returns the driver's answer.
+    Returns a function that takes the driver's answer. If the driver has refused the call, the function reports the
+    other uses of freed memory: it was uncertain whether the free comes before them. ``what``: name of the call.
+    ``in_order``: False for a call outside of stream order.
     """
     gone = [one for one in pieces if one[0][0].ended is not None]
     if not gone:
-        return (yield)
+        return nothing
     stream = state.stream(handle) if in_order else None
     if stream in state.streams.captures:
-        return (yield from stale_at_launch(state, what, gone))
+        return stale_at_launch(state, what, gone)
     if stream is not None and stream.obstacle is not None:
-        return (yield)
-    return (yield from _stale(state, gone, stream, what))
+        return nothing
+    return _stale(state, gone, stream, what)
 
 
-def stale_at_launch(state: State, what: str, pieces: Pieces) -> Steps:
-    """Report an operation on freed memory that a call adds to a graph.
+def stale_at_launch(state: State, what: str, pieces: Pieces) -> Rest:
+    """Report an operation on freed memory that a call adds to a graph. Returns the function of :func:`stale`.
 
     Addresses of a pool or mapping stay reserved after a free, and may have memory again at the launch. So only ranges
-    whose addresses are no longer reserved are reported (:attr:`.Range.vacated`). Returns the driver's answer.
+    whose addresses are no longer reserved are reported (:attr:`.Range.vacated`).
     """
     gone = [one for one in pieces if one[0][0].vacated]
-    return (yield from _stale(state, gone, None, what)) if gone else (yield)
+    return _stale(state, gone, None, what) if gone else nothing
 
 
-def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) -> Steps:
-    """Check uses of ranges that have ended. ``stream``: None for uses that come after all work queued so far.
-
-    Returns the driver's answer.
+def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) -> Rest:
+    """Check uses of ranges that have ended. Returns the function of :func:`stale`. ``stream``: None for uses that come
+    after all work queued so far.
     """
     timeline = state.timeline
     actor: Actor = state.thread() if stream is None else stream
@@ -545,10 +546,12 @@ def _stale(state: State, gone: Pieces, stream: TrackedStream | None, what: str) 
             late.append((piece, access))
         else:
             state.judge.use(piece, access, clock)
-    answer = yield
-    for piece, access in late if answer[0] else ():
-        state.judge.use(piece, access, clock)
-    return answer
+
+    def rest(answer: Answer) -> None:
+        for piece, access in late if answer[0] else ():
+            state.judge.use(piece, access, clock)
+
+    return rest
 
 
 def _is_there(state: State, address: int, what: str) -> bool:

@@ -182,7 +182,9 @@ def _checks(named: Callable[[State, Any], Iterable[Use]], state: State, name: st
 
     The report is made before the call, because the driver may refuse the call.
     """
-    return uses.stale_at_launch(state, name, uses.look_up(state, named(state, args[3])).pieces)
+    report_refused = uses.stale_at_launch(state, name, uses.look_up(state, named(state, args[3])).pieces)
+    answer = yield
+    report_refused(answer)
 
 
 def _filled(state: State, one: Any) -> list[Use]:

@@ -410,7 +410,9 @@ def _names_value(state: State, name: str, args: Arguments) -> Steps:
         state.interprocess.notifies(stream)
         if stream.obstacle is None and _is_shared(state, number_of(args[1])):
             state.interprocess.drop_uses(state.timeline.before_next(stream).after)
-    yield from uses.stale(state, args[0], name, uses.look_up(state, ((args[1], 4, True),)).pieces)
+    report_refused = uses.stale(state, args[0], name, uses.look_up(state, ((args[1], 4, True),)).pieces)
+    answer = yield
+    report_refused(answer)
 
 
 def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:

@@ -38,10 +38,10 @@ def _checked(around: Around | None, at: int) -> Around:
 
     def rule(state: State, name: str, args: Arguments) -> Steps:
         named = look_up(state, ((args[at], 1, False),)).pieces
-        gone = run_before(stale(state, 0, name, named, in_order=False))
+        report_refused = stale(state, 0, name, named, in_order=False)
         rest = nothing if around is None else run_before(around(state, name, args))
         answer = yield
-        gone(answer)
+        report_refused(answer)
         rest(answer)
 
     return rule

@@ -58,7 +58,9 @@ def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> A
         memory, handle = read(state, args), _stream(args, stream_at)
         found = uses.look_up(state, memory.used)
         named = uses.look_up(state, memory.named).pieces if memory.named else []
-        answer = yield from uses.stale(state, handle, name, found.pieces + named)
+        report_refused = uses.stale(state, handle, name, found.pieces + named)
+        answer = yield
+        report_refused(answer)
         if answer[0]:
             return
         for address, nbytes, write in memory.taken:
@@ -323,7 +325,9 @@ def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0
         launch = () if params_at is None else (args[function_at], *args[params_at:])
         used = uses.look_up(state, (one[:3] for one in uses.kernel_uses(state, *launch) or ())).pieces
         handle, kernel = _stream(args, stream_at), uses.kernel_name(state, name, *launch) if used else name
-        answer = yield from uses.stale(state, handle, kernel, used)
+        report_refused = uses.stale(state, handle, kernel, used)
+        answer = yield
+        report_refused(answer)
         if answer[0]:
             return
         stream, where = state.stream(handle), f"on {state.stream(handle).name}"
