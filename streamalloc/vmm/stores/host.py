@@ -336,9 +336,9 @@ class HostTier(BlockTier):
         Returns
         -------
         concurrent.futures.Future
-            A future whose result is the number of bytes of free pinned memory, once all memory is pinned. With
-            ``background`` the future has the errors OutOfMemoryError, CudaError and ClosedError; the call does not
-            raise them.
+            A future whose result is the number of bytes of free pinned memory, once all memory is pinned. It cannot be
+            cancelled. With ``background`` the future has the errors OutOfMemoryError, CudaError and ClosedError; the
+            call does not raise them.
 
         Raises
         ------
@@ -353,6 +353,8 @@ class HostTier(BlockTier):
         if checked_type("most_cores", threads, int) < 1:
             raise ValueError(f"most_cores={threads}: at least one is needed")
         future: Future[int] = Future()
+        # The future cannot be cancelled from now on: the thread that sets its result would get an error.
+        future.set_running_or_notify_cancel()
         # The threads stop when nothing refers to the tier, so the future keeps the tier alive.
         future.add_done_callback(lambda _: self)
         try:

@@ -205,6 +205,20 @@ class TestPrepare:
             group.wake()
             assert shows(buffer, 1)
 
+    def test_a_future_cannot_be_cancelled(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        begun, make = threading.Event(), vmm.HostTier._host_chunk
+
+        def slow(tier: vmm.HostTier, *args: Any, **options: Any) -> Any:
+            assert begun.wait(10)
+            return make(tier, *args, **options)
+
+        monkeypatch.setattr(vmm.HostTier, "_host_chunk", slow)
+        with vmm.HostTier(device) as tier:
+            futures = [tier.prepare(4 * MiB, background=True) for _ in range(2)]
+            assert not futures[0].cancel()
+            begun.set()
+            assert all(future.result(10) >= 4 * MiB for future in futures)
+
     @pytest.mark.parametrize(
         ("wrong", "error"), [(0, ValueError), (-1, ValueError), ("2", TypeError), (1.5, TypeError)]
     )
