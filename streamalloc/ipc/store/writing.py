@@ -284,7 +284,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
     @property
     def closed(self) -> bool:
-        """Whether the epoch was committed or aborted."""
+        """Whether the epoch was committed or aborted, or the connection has ended."""
         return self._connection.closed or self.epoch > 0
 
     def commit(self) -> None:
@@ -302,8 +302,11 @@ class WeightsWriter(Tensors, Unique, Leaves):
             The store refused the commit, or another rank did not commit. Nothing was committed.
         TypeError, ValueError
             :attr:`metadata` is not JSON, or is larger than 1 MiB. Nothing was committed.
+        StoreGoneError, TimeoutError
+            The server has ended, or did not answer within 30 s. The epoch may have been committed all the same:
+            :meth:`Store.list` shows the number of the last commit. :meth:`abort` releases this process's memory.
         ClosedError
-            The epoch was committed or aborted before.
+            The epoch was committed or aborted before, or the connection has ended.
         CudaError, OSError
             The driver refused a call, or this process has too few free file descriptors. Nothing was committed.
         """
@@ -395,10 +398,11 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return [tuple(json.loads(bytes(one))) for one in found]
 
     def abort(self) -> None:
-        """Release the memory without a commit. With a ``group``, no rank commits. Idempotent. Raises CudaError; call
-        it again then.
+        """Release the memory without a commit, also if the connection to the server has ended. With a ``group``, no
+        rank commits. Idempotent. Raises CudaError; call it again then.
         """
-        if not self.closed:
+        # An epoch whose connection has ended still has its memory.
+        if not self.epoch and not self.range.closed:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._release)
                 if self._group is not None and not self._voted:
@@ -444,11 +448,11 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return self
 
     def _leave(self, *, failed: bool) -> None:
-        if self.closed:
+        if self.epoch:
             return
         # If the driver refuses a call below, at least the connection ends, so that other processes can write the key.
         with undoing(self._connection.close):
-            if failed:
+            if failed or self.closed:
                 self.abort()
                 return
             with undoing(lambda: None if self.epoch else self._release()):

@@ -213,6 +213,36 @@ class TestServer:
         store.close()
         second.terminate()
         assert second.wait() == 0
+
+    @pytest.mark.parametrize("in_block", [True, False])
+    def test_answers_a_commit_too_late(
+        self,
+        served: Callable[[], subprocess.Popen[str]],
+        name: str,
+        device: sa.Device,
+        monkeypatch: pytest.MonkeyPatch,
+        in_block: bool,
+    ) -> None:
+        server = served()
+        store = ipc.Store(name)
+        writer = store.write("key")
+        writer.allocate("all", 8, np.uint8).fill(1)
+        monkeypatch.setattr("streamalloc.ipc.store.protocol._SECONDS", 0.2)
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError), writer if in_block else contextlib.nullcontext():
+            writer.commit()
+        if not in_block:
+            assert writer.closed and writer.epoch == 0
+            writer.abort()
+        assert writer.range.closed
+        server.send_signal(signal.SIGCONT)
+        monkeypatch.undo()
+        assert eventually(lambda: [entry.epoch for entry in store.list()] == [1])
+        with store.open("key") as weights:
+            assert holds(weights["all"], 1)
+        store.close()
+        server.terminate()
+        assert server.wait() == 0
         # The next server finds nothing of this one.
         assert not list(socket_path(name).parent.glob(f"{name}.*"))
 
