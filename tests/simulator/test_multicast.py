@@ -377,9 +377,19 @@ class TestMultimem:
         ]
         for words, call in wrong:
             each_raises(ValueError, call, match=words)
-        into = four.rig.reserve(PAGE)
-        each_raises(sa.CudaError, lambda: testing.multimem_ld_reduce(stream, into, address, 4, np.float32))
+        for into in (four.rig.reserve(PAGE), ones.ctypes.data, 0x10):
+            with pytest.raises(sa.CudaError):
+                testing.multimem_ld_reduce(stream, into, address, 4, np.float32)
         stream.synchronize()
+
+    def test_into_registered_memory(self, four: Machine) -> None:
+        four.put([np.full(4, value, np.int32) for value in range(4)])
+        into = np.zeros(1024, np.int32)
+        value(four.rig.raw.cuMemHostRegister(into.ctypes.data, into.nbytes, 0))
+        testing.multimem_ld_reduce(four.streams[0], into.ctypes.data, four.address, 4, np.int32)
+        four.streams[0].synchronize()
+        assert into[:5].tolist() == [6] * 4 + [0]
+        value(four.rig.raw.cuMemHostUnregister(into.ctypes.data))
 
     def test_access(self, four: Machine) -> None:
         address = four.rig.map(four.rig.reserve(PAGE), four.team.object)

@@ -235,8 +235,7 @@ class MulticastCalls(CopyCalls):
         CUDA_ERROR_INVALID_VALUE if the device cannot write to ``target``. This is not a driver function.
         """
         self._check_replicated(hStream, address, size, READ)
-        if self.banks.arenas.find(target) is not None:
-            self._check_fill(target, size, hStream.context)
+        self._check_fill(target, size, hStream.context)
         hStream.submit(Gather(self, hStream.context, target, address, size, combine))
 
     def _check_replicated(self, stream: Queue, address: int, size: int, needed: int) -> None:
