@@ -11,7 +11,6 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import operator
 import os
-import socket
 import sys
 import threading
 import time
@@ -335,7 +334,6 @@ class Watch(Leaves):
         for one in live:
             with contextlib.suppress(Exception):
                 owners[one.fileno()] = one  # type: ignore[attr-defined]
-        sockets = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket) and _is_ours(one)}
         found = []
         for key, name in _descriptors().items():
             number = key[0]
@@ -343,9 +341,8 @@ class Watch(Leaves):
             owner = owners.get(number)
             if key in self._descriptors or number in _interpreters():
                 continue
-            if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
-                # The simulated machine owns the descriptor, or a socket of this package owns it, and the socket is
-                # reported as an object.
+            if owner is None and name.startswith(_MACHINE) and key not in exported:
+                # The simulated machine owns the descriptor.
                 continue
             if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
                 # The owner of the descriptor is reported as an object, or the package itself keeps the owner.

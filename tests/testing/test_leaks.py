@@ -98,6 +98,17 @@ def test_both_ends_of_a_pair(world: World) -> None:
         assert world.found(watch) == []
 
 
+def test_a_socket_whose_object_is_gone(world: World) -> None:
+    with Watch() as watch:
+        ends = ipc.Channel.pair()
+        left = ends[0]._socket
+        ends[1].close()
+        del ends
+        assert [text.partition("(")[2][:6] for text, _ in world.found(watch)] == ["socket"]
+        left.close()
+        assert world.found(watch) == []
+
+
 def test_descriptors_after_those_of_the_machine(world: World) -> None:
     with Watch() as watch, vmm.PhysicalMemory(world.device, PAGE, handle_types=POSIX):
         ends = os.pipe()
