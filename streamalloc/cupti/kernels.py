@@ -219,7 +219,7 @@ class Kernels:
     def __init__(self) -> None:
         self.known: dict[int, Kernel] = {}
         """Kernels that were asked for, by handle."""
-        self._asked: SimpleQueue[tuple[int, str, int, threading.Event] | None] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[dict[int, Kernel], int, str, int, threading.Event] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def learn(self, function: int, symbol: int, context: int) -> Kernel:
@@ -230,9 +230,10 @@ class Kernels:
         answer in time, the sizes of the arguments count as unknown.
         """
         name = ctypes.string_at(symbol).decode(errors="replace") if symbol else ""
-        done = threading.Event()
-        self._asked.put((function, name, context, done))
-        return self.known[function] if done.wait(_PATIENCE) else Kernel(name, None)
+        # The answer goes to this dictionary, which :meth:`forget` replaces: it may run before the answer comes.
+        known, done = self.known, threading.Event()
+        self._asked.put((known, function, name, context, done))
+        return known[function] if done.wait(_PATIENCE) else Kernel(name, None)
 
     def open(self) -> None:
         """Start the thread that asks the driver. Callbacks must not call this method: the start of a thread releases
@@ -254,8 +255,8 @@ class Kernels:
 
     def _answer(self) -> None:
         while (asked := self._asked.get()) is not None:
-            function, name, context, done = asked
-            self.known[function] = Kernel(name, _sizes(function, context))
+            known, function, name, context, done = asked
+            known[function] = Kernel(name, _sizes(function, context))
             done.set()
 
 

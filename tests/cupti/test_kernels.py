@@ -1,6 +1,7 @@
 """Names of kernels, and what they tell of writes."""
 
 import ctypes
+import threading
 import types
 
 import pytest
@@ -143,3 +144,25 @@ def test_the_sizes_of_arguments_are_asked_one_by_one(
     set_current = {"cuCtxSetCurrent": lambda context: None, "CUresult": cuda.CUresult}
     monkeypatch.setattr(kernels, "cuda", types.SimpleNamespace(**functions, **kinds, **set_current))
     assert kernels._sizes(7, 8) == expected
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_module_may_be_unloaded_before_the_answer(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    found = kernels.Kernels()
+
+    class Event(threading.Event):
+        def set(self) -> None:
+            if not late:
+                found.forget()
+            super().set()
+
+    def sizes(function: int, context: int) -> list[int]:
+        if late:
+            found.forget()
+        return [8]
+
+    monkeypatch.setattr(kernels, "_sizes", sizes)
+    monkeypatch.setattr(kernels, "threading", types.SimpleNamespace(Event=Event, Thread=threading.Thread))
+    found.open()
+    assert found.learn(1, 0, 0)._parts == [(0, 0, 8)] and found.known == {}
+    found.close()
