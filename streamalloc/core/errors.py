@@ -315,6 +315,11 @@ _FABRIC_MANAGER = (
     "the GPUs' fabric is not set up: is the fabric manager running on the host (`systemctl status "
     "nvidia-fabricmanager`), and does `nvidia-smi -q` show its state as completed?"
 )
+NO_SWITCH_RESOURCES = (
+    "this is not about memory: the switches have room for few multicast objects, which all processes and other "
+    "libraries share; close some, or bind less"
+)
+"""Hint for CUDA_ERROR_OUT_OF_MEMORY of a multicast object: of its own functions, and of ``cuMemMap``."""
 
 # Exception classes and hints for functions whose result has another meaning than usual. For example,
 # CUDA_ERROR_OUT_OF_MEMORY of a multicast call is not about memory. A key is a tuple: the first word of the function's
@@ -325,10 +330,7 @@ _HINTS_OF_CALLS = {
         "multicast objects need GPUs joined by NVSwitch, at least two of them visible, and a running fabric manager; "
         "Device.supports.multicast tells"
     ),
-    ("Multicast", "CUDA_ERROR_OUT_OF_MEMORY"): (
-        "this is not about memory: the switches have room for few multicast objects, which all processes and other "
-        "libraries share; close some, or bind less"
-    ),
+    ("Multicast", "CUDA_ERROR_OUT_OF_MEMORY"): NO_SWITCH_RESOURCES,
     ("Multicast", "CUDA_ERROR_NOT_PERMITTED"): (
         "fabric handles need an IMEX channel that this user may open: see `python -m streamalloc info`"
     ),

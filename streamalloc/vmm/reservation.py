@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from streamalloc.core.errors import CudaError, size_text, undo_all, undoing
+from streamalloc.core.errors import NO_SWITCH_RESOURCES, CudaError, OutOfMemoryError, size_text, undo_all, undoing
 from streamalloc.core.internal import Fence, HandleEnd
 from streamalloc.core.properties import MemAccess, checked_number
 from streamalloc.core.session import Session
@@ -127,8 +127,10 @@ class MappedBytes(Node):
             mapped = True
             for watcher in allocations.watchers:
                 watcher.mapped(self.address, self.memory)
-        except CudaError:
+        except CudaError as error:
             if not mapped:
+                if self.kind is Kind.OBJECT_MAPPING and isinstance(error, OutOfMemoryError):
+                    error.hint = NO_SWITCH_RESOURCES
                 self.forget()
             raise
 

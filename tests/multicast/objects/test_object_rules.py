@@ -287,3 +287,15 @@ class TestSupport:
             second.bind(vmm.PhysicalMemory(devices[0], PAGE))
         first.close()
         second.close()
+
+    @pytest.mark.simulated_only("a machine of its own")
+    def test_slots_run_out_at_a_mapping(self) -> None:
+        driver = sd.simulated(devices=2, multicast_slots=0)
+        made = multicast.MulticastObject(PAGE, 2, driver=driver)
+        for device in sa.Device.all(driver):
+            made.add_device(device)
+        addresses = vmm.AddressRange(PAGE, driver=driver)
+        words = "cuMemMap answered .*: this is not about memory: the switches have room"
+        each_raises(sa.OutOfMemoryError, made.map, lambda: addresses.map(made), match=words)
+        addresses.close()
+        made.close()
