@@ -68,8 +68,9 @@ def block_copies(
 ) -> Iterable[BlockCopies]:
     """Yield the parameters of launches that together copy blocks of ``nbytes`` bytes.
 
-    ``most`` is the largest number of blocks of a launch. Nothing is yielded if an address or ``nbytes`` is not a
-    multiple of :data:`COPY_UNIT`.
+    ``targets`` and ``sources`` have the device addresses of the blocks: arrays of equal length, with at least one
+    element. ``most`` is the largest number of blocks of a launch, at most the kernel's value in :data:`COPY_MOST`.
+    Nothing is yielded if an address or ``nbytes`` is not a multiple of :data:`COPY_UNIT`.
     """
     bases = [int(side[0]) >> _SPAN << _SPAN for side in (targets, sources)]
     target, source = targets - bases[0], sources - bases[1]

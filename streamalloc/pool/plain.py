@@ -242,9 +242,9 @@ def end_plain(end: PlainEnd, _stream: object) -> tuple[Any]:
 
 
 def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[PlainSource, str]:
-    """Return a source for a buffer of ``nbytes`` bytes at ``address``, and the name of the driver function that frees
-    the memory (``cuPointerGetAttribute``). Unless ``ours``, the new buffer does not free the memory, and the name is
-    ``""``. Raises ValueError as :meth:`Buffer.from_handle` does.
+    """Ask the driver what memory is at ``address`` (``cuPointerGetAttribute``). Return a source for a buffer of
+    ``nbytes`` bytes there, and the name of the driver function that frees the memory. Unless ``ours``, the new buffer
+    does not free the memory, and the name is ``""``. Raises ValueError as :meth:`Buffer.from_handle` does.
     """
     ask = Address(session, address)
     place = residence_of(session, address)

@@ -84,7 +84,8 @@ def enter(is_main: bool = False) -> None:
     """Wait for the lock and begin a call, which may be nested in another call of this thread. Until :func:`leave`, no
     automatic garbage collection starts.
 
-    ``is_main``: whether this is the main thread. If so, signal handlers are delayed until :func:`leave`.
+    ``is_main``: whether this is the main thread. If so, the program's handlers of :data:`_SIGNALS` are delayed until
+    :func:`leave`, except during a :func:`sleep`.
     """
     global _depth, _held, _holding, _threshold
     if is_main:

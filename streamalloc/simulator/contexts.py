@@ -275,8 +275,8 @@ class Context:
 # A process that shares events keeps them in a *table*, an anonymous file. Processes that open such an event map this
 # table. Each record of an event, by any process, takes the event's next number at the call. The number is marked as
 # done when the stream reaches the record. A wait is for one number, so a later record does not change the wait. If a
-# process dies before it marks a number, the number is never done (observed on H200, test_sharing: whoever waits for a
-# killed process waits forever).
+# process dies before it marks a number, the number is not done until the 15th later record, which uses its word again,
+# is done; on hardware never (observed on H200, test_sharing: whoever waits for a killed process waits forever).
 
 _WORD = 8
 _SLOT_WORDS = 16

@@ -135,8 +135,8 @@ class Labels:
         return self.host << 32 | self.of_machine(ordinal)
 
     def of_machine(self, ordinal: int) -> int:
-        """Return the number in the machine of the device with this ordinal in the process. :data:`HIDDEN` is returned
-        as it is.
+        """Return the machine's number of a device, by the ordinal that the device has in this process. :data:`HIDDEN`
+        is returned as it is.
         """
         return HIDDEN if ordinal == HIDDEN else self.numbers[ordinal]
 

@@ -414,8 +414,8 @@ class MulticastMemory(Mappable):
     def check_bound(self, offset: int, size: int) -> None:
         """Check, when work is submitted, that every device of the team has memory under a range of the object.
 
-        Raises :class:`NotModelled` if a device has none: users report memory errors, but not which errors (NVIDIA
-        developer forum, 356726).
+        Raises :class:`NotModelled` if a device has no memory under a part of the range: users report memory errors, but
+        not which errors (NVIDIA developer forum, 356726).
         """
         without = incomplete(self.replicas(offset, size), size)
         not_modelled(without, f"work on a multicast object where devices {without} have bound nothing, or freed it")

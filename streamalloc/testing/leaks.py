@@ -156,10 +156,14 @@ _NOT_KEEPERS = (*_DRIVERS, "streamalloc.testing.")
 
 
 class OpenObject(NamedTuple):
-    """Object, file descriptor or thread that a test has made and that still exists when the test ends."""
+    """Object, file descriptor or thread that a test has made and that is still open, or still runs, when the test
+    ends.
+    """
 
     what: str
-    """Description for the report, such as ``"Channel"``."""
+    """Description for the report: the text of the object's ``repr``, such as ``"Channel to the other end of this
+    process's channel"``, or kind and name of the file descriptor or thread.
+    """
     place: Stack
     """Stack of the call that made it, without frames of this package; empty if unknown. For a thread: its current
     stack.

@@ -79,7 +79,7 @@ class StoreStatistics:
     limit: int | None
     """Largest number of bytes that the store holds on each device; None: no limit."""
     evicted: int
-    """Number of keys that were removed to make room."""
+    """Number of times that the server has removed a key to make room, since it was started."""
     keys: int
     nbytes: int
     """Bytes of device memory that the store holds or writers have reserved."""

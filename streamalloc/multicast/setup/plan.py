@@ -42,9 +42,11 @@ class RankProfile:
     granularity: int
     """Recommended granularity of physical memory in bytes."""
     posix: bool
-    """Whether the device's memory can be shared by file descriptors."""
+    """Whether the device offers file descriptors (``HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED``)."""
     fabric: bool
-    """Whether the device's memory can be shared by fabric handles."""
+    """Whether the device offers fabric handles (``HANDLE_TYPE_FABRIC_SUPPORTED``). Without an IMEX channel, the driver
+    still refuses memory with such a handle.
+    """
     multicast_supported: bool
     nbytes: int
     signal_pad_bytes: int

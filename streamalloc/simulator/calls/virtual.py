@@ -169,8 +169,8 @@ class VirtualMemoryCalls(Calls):
     def cuMemRetainAllocationHandle(self, addr: HostPointer) -> Any:
         """Add a reference to the memory that is mapped at an address. Returns its handle, which is the same as before.
 
-        This works even if all earlier references were released (observed on H200: test_physical_memory). An address
-        without a mapping gives CUDA_ERROR_INVALID_VALUE.
+        This works even if all earlier references were released (observed on H200: test_mappings). An address without
+        a mapping gives CUDA_ERROR_INVALID_VALUE.
         """
         found = need(self.mapping_at(addr)).memory
         found.handles += 1

@@ -321,12 +321,13 @@ class HostTier(BlockTier):
         kernel_of(self.device).prepare(again=True)
 
     def prepare(self, nbytes: int | str, *, background: bool = False, most_cores: int | None = None) -> Future[int]:
-        """Pin memory in advance for ``nbytes`` bytes of buffers that will go to sleep.
+        """Pin memory in advance (``cuMemHostRegister``) for ``nbytes`` bytes of buffers that will go to sleep.
 
         Parameters
         ----------
         nbytes
-            Size in bytes. Free memory that is pinned already is included.
+            Size in bytes, or text such as ``"8GiB"``. Free memory that is pinned already is included. If memory is
+            missing, at least 32 MiB are pinned.
         background
             Whether to return at once, while threads pin the memory. A sleep during that time uses memory that is pinned
             already, and up to eight threads to pin the rest.
