@@ -301,7 +301,7 @@ class _Segment:
             if releases:
                 self.leaving -= chunk.nbytes
                 self.reserved -= chunk.nbytes
-                chunk.close()
+                chunk.release_handle()
 
     def is_left(self, start: int, stop: int) -> bool:
         """Return whether memory that is not in :attr:`chunks` is still mapped between two offsets: old mappings of

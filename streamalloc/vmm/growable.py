@@ -344,4 +344,4 @@ class RemappableBuffer(VirtualBuffer):
                 self._names, self._nbytes = wanted, nbytes
                 made.clear()  # The buffer owns the chunks now, so an error below must not close them.
             for entry in going:
-                entry.close()
+                entry.release_handle()

@@ -166,9 +166,9 @@ class MappedBytes(Node):
             self.unmap()
         self.allocations.session.release(self, "cuMemRelease")
 
-    def close(self) -> None:
+    def release_handle(self) -> None:
         """After the unmap, release the memory: the handle of this mapping, and that of its memory object
-        (``cuMemRelease``). Errors of the driver are hidden, because the finaliser of the owner tries again.
+        (``cuMemRelease``). Errors of the driver are hidden, because the owner's finaliser tries again.
         """
         with contextlib.suppress(CudaError):
             self.allocations.session.release(self, "cuMemRelease")

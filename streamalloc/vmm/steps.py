@@ -185,7 +185,7 @@ class Evictable(OwnsRange, Claimable):
         entries = node.touching(start, node.nbytes)
         node.unmap(entries)
         for entry in entries:
-            entry.close()
+            entry.release_handle()
 
     def _reserve_backup(self, backup: BackupPlace, stream: Stream) -> Backup | None:
         if backup is None or isinstance(backup, Backup):
@@ -213,7 +213,7 @@ class Evictable(OwnsRange, Claimable):
         if eviction is not None:
             self.eviction = eviction._replace(held=())
             for entry in eviction.held:
-                entry.close()
+                entry.release_handle()
         if previous is not None:
             previous.drop()
 
@@ -413,7 +413,7 @@ class EvictSteps(BackupSteps):
             buffer._replace_backup(self.backups[buffer])
         for buffer, entries in self.entries.items():
             for entry in entries:
-                entry.close()
+                entry.release_handle()
             # table() removes the released entries, and so drops their memory objects. As long as such an object exists,
             # the exporter keeps the file descriptors of its memory open, and an open descriptor keeps the memory.
             buffer.range._node.table()
@@ -484,7 +484,7 @@ class RestoreSteps:
             wait_for_users(None, session_of(buffer), (entry.rights for entry in entries))
         buffer.range._node.unmap(entries)
         for entry in () if eviction.held else entries:
-            entry.close()
+            entry.release_handle()
 
     def protect(self) -> None:
         """Make frozen buffers read-only, after the copies, which write to them. Raises CudaError."""
