@@ -56,7 +56,7 @@ from streamalloc.vmm.steps import (
     RestoreSteps,
     Step,
     Tags,
-    drop_backups,
+    drop_unneeded,
     run_steps,
 )
 from streamalloc.vmm.stores.blocks import Backup
@@ -66,7 +66,7 @@ from streamalloc.vmm.virtual_buffer import VirtualBuffer
 
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""
-Hold: TypeAlias = Callable[[Sequence[int], Stream, str], Sequence[Backup]]
+TierMethod: TypeAlias = Callable[[Sequence[int], Stream, str], Sequence[Backup]]
 """Method ``hold`` or ``resume`` of a tier."""
 _LONGEST_REASON = 2000
 """Largest length in bytes of an error text that is sent to the other ranks; longer texts are cut."""
@@ -305,11 +305,11 @@ class SleepGroup(Members):
         return run_steps(
             _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted]),
             functools.partial(self._claim_and_wait, steps, chosen),
-            (steps.reserve, steps.drop_backups),
+            (steps.reserve, steps.undo_reserve),
             steps.copy,
-            (steps.unmap, steps.map_again),
+            (steps.unmap_all, steps.map_all_again),
             votes.agree,  # Until the vote every rank can undo its steps.
-            last=steps.release,
+            last=steps.release_all,
         )
 
     def _claim_and_wait(self, steps: EvictSteps, chosen: Mapping[VirtualBuffer, str], resumed: bool = False) -> None:
@@ -370,9 +370,9 @@ class SleepGroup(Members):
         return run_steps(
             _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted]),
             functools.partial(self._claim_and_wait, steps, chosen, resumed=True),
-            (steps.reserve, steps.drop_backups),
-            (steps.unmap, steps.map_again),
-            last=steps.release,
+            (steps.reserve, steps.undo_reserve),
+            (steps.unmap_all, steps.map_all_again),
+            last=steps.release_all,
         )
 
     def wake(
@@ -427,7 +427,7 @@ class SleepGroup(Members):
         claim_also(chosen)
         steps = RestoreSteps(chosen, self._copying_stream(stream))
         return run_steps(
-            (steps.map, steps.unmap),
+            (steps.map_all, steps.undo_map_all),
             steps.protect,
             (steps.set_awake, steps.set_asleep),
             _hook_step(self._after_wake, list(steps.evictions)),
@@ -490,8 +490,8 @@ class SleepGroup(Members):
 
         run_steps(
             functools.partial(steps.wait, awake),
-            *((buffer._make_read_only, buffer._thaw) for buffer in awake),
-            (steps.reserve, steps.drop_backups),
+            *((buffer._make_read_only, buffer._make_writable) for buffer in awake),
+            (steps.reserve, steps.undo_reserve),
             steps.copy,
             ordered.synchronize,
             last=freeze,
@@ -520,7 +520,7 @@ class SleepGroup(Members):
         """
         chosen = self._chosen(tags)
         claim_also(chosen)
-        _thaw(chosen)
+        _thaw_all(chosen)
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Have ``hook(buffers)`` called in each :meth:`sleep` and :meth:`resume`, before memory is released.
@@ -567,7 +567,7 @@ class SleepGroup(Members):
         """
         chosen = self.buffers
         claim_also(chosen)
-        _thaw(chosen)
+        _thaw_all(chosen)
         self.closed = True
         self._members.clear()
         self._before_sleep.clear()
@@ -583,10 +583,11 @@ class SleepGroup(Members):
         return f" of {len(buffers)} buffers, {state}"
 
 
-def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
+def _thaw_all(buffers: Iterable[VirtualBuffer]) -> None:
     frozen = [buffer for buffer in buffers if buffer.frozen]
     run_steps(
-        *((buffer._thaw, buffer._freeze_again) for buffer in frozen), last=functools.partial(drop_backups, frozen)
+        *((buffer._make_writable, buffer._freeze_again) for buffer in frozen),
+        last=functools.partial(drop_unneeded, frozen),
     )
 
 
@@ -605,11 +606,11 @@ def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]
     return call, undos.close
 
 
-def _by_tag(tags: Tags, stream: Stream, hold: Hold) -> Iterator[tuple[Any, Backup]]:
-    """Yield the buffers that have bytes, each with a backup that ``hold`` reserves or opens. The buffers of a tag share
-    one call.
+def _by_tag(tags: Tags, stream: Stream, open_backups: TierMethod) -> Iterator[tuple[Any, Backup]]:
+    """Yield the buffers that have bytes, each with a backup that ``open_backups`` reserves or opens. The buffers of
+    a tag share one call.
     """
     for tag in dict.fromkeys(tags.values()):
         buffers = [buffer for buffer in tags if tags[buffer] == tag and buffer.nbytes]
         if buffers:
-            yield from zip(buffers, hold([buffer.nbytes for buffer in buffers], stream, tag), strict=True)
+            yield from zip(buffers, open_backups([buffer.nbytes for buffer in buffers], stream, tag), strict=True)

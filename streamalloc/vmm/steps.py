@@ -118,7 +118,7 @@ class Evictable(OwnsRange, Claimable):
         """Whether the buffer is evicted, so that its bytes cannot be used."""
         return self.eviction is not None
 
-    def _unmap(self, entries: Sequence[MappedBytes], backup: Backup | None) -> None:
+    def _begin_eviction(self, entries: Sequence[MappedBytes], backup: Backup | None) -> None:
         """Unmap ``entries``, which are all mappings of the buffer, and keep their handles open (``cuMemUnmap``). The
         buffer is then evicted, with the backup ``backup``; a frozen buffer keeps its own. Raises CudaError.
         """
@@ -127,8 +127,8 @@ class Evictable(OwnsRange, Claimable):
             self._backup = backup
         self.range._node.unmap(entries)
 
-    def _map_again(self, entries: Sequence[MappedBytes]) -> None:
-        """Undo :meth:`_unmap`, also if that call was interrupted.
+    def _undo_eviction(self, entries: Sequence[MappedBytes]) -> None:
+        """Undo :meth:`_begin_eviction`, also if that call was interrupted.
 
         If the driver refuses the undo, too, the buffer stays evicted without a backup, and :attr:`Eviction.held` keeps
         the memory with the bytes for a later :meth:`restore`. Raises CudaError.
@@ -218,10 +218,10 @@ class Evictable(OwnsRange, Claimable):
             previous.drop()
 
     def _make_read_only(self) -> None:
-        """Make the memory read-only (``cuMemSetAccess``). :meth:`_thaw` undoes it. Raises CudaError."""
+        """Make the memory read-only (``cuMemSetAccess``). :meth:`_make_writable` undoes it. Raises CudaError."""
         self.range._node.set_rights(list(self.range._node.table()), read_only(self._rights), ())
 
-    def _thaw(self) -> None:
+    def _make_writable(self) -> None:
         """Make the buffer writable (``cuMemSetAccess``). :meth:`_freeze_again` undoes it. Raises CudaError."""
         # First, because this step and its undo may fail: a writable buffer must not count as frozen.
         self._frozen = False
@@ -322,7 +322,7 @@ class BackupSteps:
         """Reserve memory or disk space for the bytes. Raises the errors of :data:`Reserve`."""
         self.backups.update((buffer, one) for buffer, one in self._reserve(self._tags) if one is not None)
 
-    def drop_backups(self) -> None:
+    def undo_reserve(self) -> None:
         """Undo :meth:`reserve`. The room is reused only after the copies that :meth:`copy` has queued."""
         for backup in self.backups.values():
             backup.drop()
@@ -352,7 +352,8 @@ class BackupSteps:
 class EvictSteps(BackupSteps):
     """The steps of an eviction of one or several buffers, for :func:`run_steps`. Each method is followed by its undo.
 
-    :meth:`release` is the last step and has no undo: another thread or process could take the released memory at once.
+    :meth:`release_all` is the last step and has no undo: another thread or process could take the released memory at
+    once.
     """
 
     def __init__(self, stream: Stream, reserve: Reserve, after: After, *, shared: bool = False) -> None:
@@ -391,21 +392,23 @@ class EvictSteps(BackupSteps):
             entry.retain()
         return entries
 
-    def unmap(self) -> None:
+    def unmap_all(self) -> None:
         """Unmap the memory of each buffer after its copy, while the copies of later buffers run. Raises CudaError."""
         for batch, copied in self._batches:
             copied.synchronize()
             for buffer in batch:
-                buffer._unmap(self.entries[buffer], self.backups[buffer])
+                buffer._begin_eviction(self.entries[buffer], self.backups[buffer])
         for buffer, entries in self.entries.items():
             if not buffer.evicted:
-                buffer._unmap(entries, self.backups.get(buffer))
+                buffer._begin_eviction(entries, self.backups.get(buffer))
 
-    def map_again(self) -> None:
-        """Undo :meth:`unmap`. Raises CudaError."""
-        undo_all(functools.partial(buffer._map_again, entries) for buffer, entries in reversed(self.entries.items()))
+    def map_all_again(self) -> None:
+        """Undo :meth:`unmap_all`. Raises CudaError."""
+        undo_all(
+            functools.partial(buffer._undo_eviction, entries) for buffer, entries in reversed(self.entries.items())
+        )
 
-    def release(self) -> int:
+    def release_all(self) -> int:
         """Release the memory that was unmapped (``cuMemRelease``). Buffers that had no memory get their new backups.
         Returns the bytes released.
         """
@@ -434,7 +437,7 @@ class RestoreSteps:
         self._made: dict[Evictable, Sequence[MappedBytes]] = {}
         """The new mappings of each buffer."""
 
-    def map(self) -> None:
+    def map_all(self) -> None:
         """Create and map memory, and queue the copies of the bytes. The first copies run while further memory is
         created. Raises OutOfMemoryError, OSError, DamagedBackupError, CudaError.
         """
@@ -452,7 +455,7 @@ class RestoreSteps:
         # The bytes of a buffer whose sleep failed, together with the undo, are still in its old memory.
         for buffer, eviction in self.evictions.items():
             if eviction.held:
-                buffer._map_again(eviction.held)
+                buffer._undo_eviction(eviction.held)
 
     def _create(self, buffer: Evictable, move: Move | None) -> None:
         left = buffer.range._node.table()
@@ -464,19 +467,19 @@ class RestoreSteps:
 
     def _note_copies(self) -> None:
         """Have a range that is dropped from now on wait for the copies."""
-        # A function of its own: the traceback of an error would keep the fence as a local variable of `map`.
+        # A function of its own: the traceback of an error would keep the fence as a local variable of `map_all`.
         copying = any(buffer._backup for buffer in self._made)
         copies = Fence(session_of(self._stream), [self._stream] if copying else ())
         for buffer in self._made:
             buffer.range._node.copies = copies
 
-    def unmap(self) -> None:
-        """Undo :meth:`map` and :meth:`protect`. The host first waits for the copies, which may still read a backup and
-        write the new memory, and for the work of hooks. Raises CudaError.
+    def undo_map_all(self) -> None:
+        """Undo :meth:`map_all` and :meth:`protect`. The host first waits for the copies, which may still read a backup
+        and write the new memory, and for the work of hooks. Raises CudaError.
         """
-        undo_all(functools.partial(self._unmap, buffer) for buffer in reversed(self.evictions))
+        undo_all(functools.partial(self._undo_map, buffer) for buffer in reversed(self.evictions))
 
-    def _unmap(self, buffer: Evictable) -> None:
+    def _undo_map(self, buffer: Evictable) -> None:
         buffer.eviction = eviction = self.evictions[buffer]
         entries = [entry for entry in eviction.held or self._made.get(buffer, ()) if not entry.gone]
         if entries:
@@ -505,7 +508,7 @@ class RestoreSteps:
 
     def drop_backups(self) -> int:
         """Drop the backups, except those of frozen buffers. Returns the restored bytes."""
-        drop_backups(self.evictions)
+        drop_unneeded(self.evictions)
         return sum(eviction.nbytes for eviction in self.evictions.values())
 
 
@@ -514,7 +517,7 @@ def read_only(rights: Rights) -> Rights:
     return {where: min(allowed, MemAccess.READ) for where, allowed in rights.items()}
 
 
-def drop_backups(buffers: Iterable[Evictable]) -> None:
+def drop_unneeded(buffers: Iterable[Evictable]) -> None:
     """Drop the backups of those ``buffers`` that are neither evicted nor frozen, and so do not need them."""
     for buffer in buffers:
         if not (buffer.evicted or buffer.frozen):

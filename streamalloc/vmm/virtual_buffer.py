@@ -165,7 +165,12 @@ class VirtualBuffer(Evictable, Drawn):
 
         steps = EvictSteps(ordered, reserve, after, shared=shared)
         steps.wait({self: ""})
-        run_steps((steps.reserve, steps.drop_backups), steps.copy, (steps.unmap, steps.map_again), last=steps.release)
+        run_steps(
+            (steps.reserve, steps.undo_reserve),
+            steps.copy,
+            (steps.unmap_all, steps.map_all_again),
+            last=steps.release_all,
+        )
 
     @claimed
     def restore(self, *, stream: StreamLike | None = None) -> None:
@@ -194,7 +199,12 @@ class VirtualBuffer(Evictable, Drawn):
         if self.eviction is None:
             raise EvictedError(f"{self!r} is not evicted")
         steps = RestoreSteps((self,), copying_stream(stream, self))
-        run_steps((steps.map, steps.unmap), steps.protect, (steps.set_awake, steps.set_asleep), last=steps.drop_backups)
+        run_steps(
+            (steps.map_all, steps.undo_map_all),
+            steps.protect,
+            (steps.set_awake, steps.set_asleep),
+            last=steps.drop_backups,
+        )
 
     @claimed
     def close(self, after: After = None) -> None:

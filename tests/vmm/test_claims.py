@@ -81,10 +81,10 @@ ACTS: dict[str, Callable[[World], object]] = {
 FUNCTIONS: dict[str, Callable[..., object]] = {
     "sleep": vmm.SleepGroup._sleep.__wrapped__,  # type: ignore[attr-defined]
     "sleep, claiming": vmm.SleepGroup._claim_and_wait,
-    "sleep, copying": EvictSteps.unmap,
-    "wake": RestoreSteps.map,
+    "sleep, copying": EvictSteps.unmap_all,
+    "wake": RestoreSteps.map_all,
     "evict": EvictSteps._evictable,
-    "restore": RestoreSteps.map,
+    "restore": RestoreSteps.map_all,
     "grow": vmm.GrowableBuffer._resize,
 }
 """Functions that the first call makes, at each line of which the second call begins."""
@@ -173,13 +173,15 @@ def test_a_buffer_that_is_put_to_sleep_is_not_removed() -> None:
         with contextlib.suppress(sa.EvictedError):
             world.groups[0].remove(world.buffers[1])
 
-    for world in interleaved(EvictSteps.unmap, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"):
+    for world in interleaved(
+        EvictSteps.unmap_all, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"
+    ):
         assert world.buffers[1].evicted == (world.buffers[1] in world.groups[0].buffers)
         world.check()
 
 
 @pytest.mark.simulated_only("an interleaving is the same on any driver")
-@pytest.mark.parametrize("at", [EvictSteps.wait, EvictSteps.copy, EvictSteps.unmap])
+@pytest.mark.parametrize("at", [EvictSteps.wait, EvictSteps.copy, EvictSteps.unmap_all])
 def test_a_closed_group_takes_no_bytes_of_a_frozen_buffer_that_is_evicted(at: Callable[..., object]) -> None:
     """The backup is the only copy of them."""
     driver = sd.simulated()
