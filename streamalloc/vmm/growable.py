@@ -26,10 +26,10 @@ from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, ends_of, wait_for_users
 from streamalloc.vmm.claims import claimed
+from streamalloc.vmm.evictable import ChunkSpec
 from streamalloc.vmm.ownership import GenericAllocation
 from streamalloc.vmm.physical_memory import device_first, properties_for, spec_of
 from streamalloc.vmm.properties import MemAllocationProp
-from streamalloc.vmm.steps import ChunkSpec
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, device_rights
 
 

@@ -48,9 +48,9 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import After
 from streamalloc.vmm.claims import claim_also, claimed
+from streamalloc.vmm.evictable import BackupPlace
 from streamalloc.vmm.members import Members
 from streamalloc.vmm.steps import (
-    BackupPlace,
     BackupSteps,
     EvictSteps,
     RestoreSteps,

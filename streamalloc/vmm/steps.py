@@ -1,7 +1,7 @@
-"""The physical memory of a buffer, which is released and created again, and the steps that do this for several buffers.
+"""The steps of a sleep, a wake and a freeze, and the function that does steps and undoes them after an error.
 
-:class:`Evictable` is the state of one buffer, with the acts that change it. The classes of steps do these acts for
-several buffers, in the order of the lists in :mod:`streamalloc.vmm.sleep`.
+The classes of steps change several buffers, in the order of the lists in :mod:`streamalloc.vmm.sleep`, by the acts of
+:class:`Evictable` on one buffer.
 """
 
 from __future__ import annotations
@@ -9,255 +9,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
-
-from streamalloc.core.errors import InUseError, attach, size_text, undo_all
-from streamalloc.core.internal import CopySide, Device, Event, Fence, Memory, Stream, StreamLike
-from streamalloc.core.properties import MemAccess, MemLocation
+from streamalloc.core.errors import InUseError, attach, undo_all
+from streamalloc.core.internal import CopySide, Event, Fence, Stream
 from streamalloc.core.session import session_of
-from streamalloc.pool import MemoryPool
-from streamalloc.vmm.access import After, Rights, wait_for_users
-from streamalloc.vmm.address_range import OwnsRange
-from streamalloc.vmm.claims import Claimable
+from streamalloc.vmm.access import After, wait_for_users
+from streamalloc.vmm.evictable import Evictable, Eviction
 from streamalloc.vmm.ownership import allocations_of
-from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.stores.blocks import Backup, Bytes, Move, Stored
-from streamalloc.vmm.stores.disk import DiskTier, tier_of
-from streamalloc.vmm.stores.host import HostTier, backup_in
+from streamalloc.vmm.stores.blocks import Backup, Move, Stored
 
 T = TypeVar("T")
 
 _BATCH = 64 << 20
 """Bytes of a batch of copies. The memory of a batch is unmapped after its copies, while later copies run."""
-
-
-BackupPlace: TypeAlias = "MemoryPool | HostTier | DiskTier | Memory | Bytes | Backup | None"
-"""Type of the argument ``backup``: where the bytes of one buffer are stored. A :class:`Backup` is memory or disk space
-that a tier has reserved. None discards the bytes.
-"""
-
-
-class ChunkSpec(NamedTuple):
-    """A chunk of physical memory to create: its offset in the buffer and its size in bytes, and its properties."""
-
-    offset: int
-    nbytes: int
-    spec: MemorySpec
-
-
-class Eviction(NamedTuple):
-    """Physical memory that a buffer has released. :attr:`Evictable.eviction` has it after
-    :meth:`VirtualBuffer.evict`.
-    """
-
-    chunks: tuple[ChunkSpec, ...]
-    """Chunks that :meth:`VirtualBuffer.restore` creates again."""
-    held: tuple[MappedBytes, ...] = ()
-    """Unmapped memory that still has the bytes, because an eviction and its undo failed. :meth:`VirtualBuffer.restore`
-    maps this memory again.
-    """
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of physical memory that the buffer had, and has again once it is restored."""
-        return sum(chunk.nbytes for chunk in self.chunks)
-
-
-class Evictable(OwnsRange, Claimable):
-    """Base class of :class:`VirtualBuffer`: its physical memory, which is mapped from the start of its range on, and
-    its state. Each act that a step undoes is followed by its undo.
-    """
-
-    def _open(
-        self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, location: MemLocation
-    ) -> None:
-        """Reserve ``capacity`` bytes of addresses (``cuMemAddressReserve``), and set all attributes. Raises
-        AddressSpaceError, TypeError, ValueError.
-        """
-        self._location = location
-        self._rights = rights
-        """Permissions by location. While the buffer is frozen, only their read access is granted."""
-        self._mapped = 0
-        """Number of bytes from the start of :attr:`range` that count as mapped. An eviction does not change this
-        number. A failed call may leave more memory mapped after these bytes, which the next growth or eviction
-        releases.
-        """
-        self._nbytes = 0
-        self.eviction: Eviction | None = None
-        """The released memory; None while the buffer is mapped."""
-        self._backup: Backup | None = None
-        """The bytes of an evicted or frozen buffer outside of its memory; None if there are none."""
-        self._frozen = False
-        """Whether the buffer is frozen: read-only, so that its backup stays valid while it is mapped."""
-        self._group: weakref.ref[Any] | None = None
-        """The :class:`SleepGroup` that took the buffer last, for errors; None before the first."""
-        self._reserve(device, capacity, stream)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, as requested; 0 if the buffer was closed."""
-        return self._nbytes
-
-    @property
-    def rights(self) -> Rights:
-        """Permissions by location, which memory added later also gets. While the buffer is frozen, only read access."""
-        return dict(read_only(self._rights) if self._frozen else self._rights)
-
-    @property
-    def frozen(self) -> bool:
-        """Whether :meth:`SleepGroup.freeze` has made the buffer read-only."""
-        return self._frozen
-
-    @property
-    def evicted(self) -> bool:
-        """Whether the buffer is evicted, so that its bytes cannot be used."""
-        return self.eviction is not None
-
-    def _begin_eviction(self, entries: Sequence[MappedBytes], backup: Backup | None) -> None:
-        """Unmap ``entries``, which are all mappings of the buffer, and keep their handles open (``cuMemUnmap``). The
-        buffer is then evicted, with the backup ``backup``; a frozen buffer keeps its own. Raises CudaError.
-        """
-        self.eviction = Eviction(tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries))
-        if not self._frozen:
-            self._backup = backup
-        self.range._node.unmap(entries)
-
-    def _undo_eviction(self, entries: Sequence[MappedBytes]) -> None:
-        """Undo :meth:`_begin_eviction`, also if that call was interrupted.
-
-        If the driver refuses the undo, too, the buffer stays evicted without a backup, and :attr:`Eviction.held` keeps
-        the memory with the bytes for a later :meth:`restore`. Raises CudaError.
-        """
-        if self.eviction is not None:
-            self.eviction = self.eviction._replace(held=tuple(entries))
-            if not self._frozen:
-                self._backup = None
-            for entry in entries:
-                entry.map_again()
-            self.range._node.grant(entries, self.rights)
-            self.eviction = None
-
-    def _load(self, backup: Backup, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
-        """Queue the copy of the bytes from ``backup`` to the new mappings ``made``, by ``move``, which queues on
-        ``stream``. Raises CudaError.
-
-        If the stream's device has no write access to the memory, it gets this permission until the copy is done, and
-        the host waits for the copy.
-        """
-        target = CopySide(self.address, self._nbytes, self._resident_on(), self)
-        writer = stream.device.location
-        allowed = self._rights.get(writer, MemAccess.NONE)
-        if allowed == MemAccess.READWRITE:
-            backup.move(move, target)
-            return
-        # The device that copies needs write access during the copy.
-        self.range._node.grant(made, {writer: MemAccess.READWRITE})
-        with backup.stored.moving(stream, out=False) as alone:
-            backup.move(alone, target)
-        stream.synchronize()
-        self.range._node.grant(made, {writer: allowed})
-
-    def _create_chunks(self, chunks: Sequence[ChunkSpec]) -> list[MappedBytes]:
-        """Create and map adjacent chunks and set their permissions (``cuMemCreate``, ``cuMemMap``, ``cuMemSetAccess``).
-        If a call fails, no chunk is left. Returns the mappings. Raises OutOfMemoryError, CudaError.
-        """
-        if not chunks:
-            return []
-        start, node = chunks[0].offset, self.range._node
-        # A failed call may have left memory mapped here, and the driver refuses to map other memory there.
-        self._release_from(start)
-        node.allocations.work()
-        for watcher in node.allocations.watchers:
-            watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
-        made = [MappedBytes(node, one.offset, one.offset + one.nbytes, {}, one.spec) for one in chunks]
-        return node.map(made, self._rights)
-
-    def _release_from(self, start: int) -> None:
-        """Unmap and release all memory from the offset ``start`` (bytes) on, also memory that a failed call has left
-        mapped. Raises CudaError.
-        """
-        node = self.range._node
-        entries = node.touching(start, node.nbytes)
-        node.unmap(entries)
-        for entry in entries:
-            entry.release_handle()
-
-    def _reserve_backup(self, backup: BackupPlace, stream: Stream) -> Backup | None:
-        if backup is None or isinstance(backup, Backup):
-            return backup
-        if isinstance(backup, np.ndarray):
-            if not (backup.flags.c_contiguous and backup.flags.writeable and backup.nbytes == self._nbytes):
-                need = f"a writable, contiguous array of {size_text(self._nbytes)} is needed"
-                raise ValueError(f"backup is an array of {size_text(backup.nbytes)}: {need}")
-            return backup_in(backup.reshape(-1).view(np.uint8), self._session)
-        if not isinstance(backup, Memory):
-            tier = tier_of(backup)
-            return tier.hold([self._nbytes], stream)[0] if self._nbytes else None
-        if session_of(backup) is not self._session:
-            raise ValueError(f"backup {backup!r} belongs to another driver")
-        if backup.nbytes != self._nbytes:
-            raise ValueError(f"backup has {size_text(backup.nbytes)} and the buffer {size_text(self._nbytes)}")
-        if self.address - backup.nbytes < backup.address < self.address + self._nbytes:
-            raise ValueError(f"backup={backup!r} is the buffer's own memory, which is released")
-        return backup_in(backup, self._session)
-
-    def _replace_backup(self, backup: Backup | None) -> None:
-        """Make ``backup`` the buffer's backup, in place of the previous one or of :attr:`Eviction.held`."""
-        previous, eviction = self._backup, self.eviction
-        self._backup = backup
-        if eviction is not None:
-            self.eviction = eviction._replace(held=())
-            for entry in eviction.held:
-                entry.release_handle()
-        if previous is not None:
-            previous.drop()
-
-    def _make_read_only(self) -> None:
-        """Make the memory read-only (``cuMemSetAccess``). :meth:`_make_writable` undoes it. Raises CudaError."""
-        self.range._node.set_rights(list(self.range._node.table()), read_only(self._rights), ())
-
-    def _make_writable(self) -> None:
-        """Make the buffer writable (``cuMemSetAccess``). :meth:`_freeze_again` undoes it. Raises CudaError."""
-        # First, because this step and its undo may fail: a writable buffer must not count as frozen.
-        self._frozen = False
-        self.range._node.grant(list(self.range._node.table()), self._rights)
-
-    def _freeze_again(self) -> None:
-        self._make_read_only()
-        self._frozen = True
-
-    def _check_thawed(self) -> None:
-        """Raise InUseError if the buffer is frozen."""
-        if self._frozen:
-            raise InUseError(f"{self!r} is frozen: {self._thaw_remedy()} first")
-
-    def _tag(self) -> str | None:
-        """Return the tag in the group that took the buffer last; None if this group was closed or dropped, or the
-        buffer has left it.
-        """
-        group = None if self._group is None else self._group()
-        tag: str | None = None if group is None else group._members.get(self)
-        return tag
-
-    def _thaw_remedy(self) -> str:
-        tag = self._tag()
-        return "add() it to a SleepGroup and thaw() it there" if tag is None else f"group.thaw({tag!r})"
-
-    def _wake_remedy(self) -> str:
-        tag = self._tag()
-        return "restore() it" if tag is None else f"group.wake({tag!r}), or restore() it alone,"
-
-
-def _spec_of(entry: MappedBytes) -> MemorySpec:
-    memory = entry._memory
-    spec: MemorySpec = memory._spec if isinstance(memory, PhysicalMemory) else entry.spec
-    return spec
-
 
 Step: TypeAlias = "Callable[[], object] | tuple[Callable[[], object], Callable[[], object]]"
 """A step: a function that does it; or a function that does it and a function that undoes it. If the first raises, the
@@ -510,11 +277,6 @@ class RestoreSteps:
         """Drop the backups, except those of frozen buffers. Returns the restored bytes."""
         drop_unneeded(self.evictions)
         return sum(eviction.nbytes for eviction in self.evictions.values())
-
-
-def read_only(rights: Rights) -> Rights:
-    """Return ``rights`` as a frozen buffer has them: read access for all locations that have access."""
-    return {where: min(allowed, MemAccess.READ) for where, allowed in rights.items()}
 
 
 def drop_unneeded(buffers: Iterable[Evictable]) -> None:

@@ -12,7 +12,8 @@ from streamalloc.formats.html import Drawn, Html, Row, gauge
 from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, wait_for_users
 from streamalloc.vmm.address_range import Mapping, drawn, rights_text
 from streamalloc.vmm.claims import claimed
-from streamalloc.vmm.steps import BackupPlace, Evictable, EvictSteps, RestoreSteps, Tags, run_steps
+from streamalloc.vmm.evictable import BackupPlace, Evictable
+from streamalloc.vmm.steps import EvictSteps, RestoreSteps, Tags, run_steps
 from streamalloc.vmm.stores.blocks import Backup
 
 
