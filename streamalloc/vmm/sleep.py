@@ -1,9 +1,9 @@
 """Groups of buffers whose physical memory is released and restored together.
 
-A sleep and a wake are each one list of steps, in ``SleepGroup._sleep`` and ``SleepGroup._wake``. A step is a function,
-with another function that undoes it if it has changed something. ``run_steps`` does the steps; if one fails, it and the
-steps before it are undone, the last step first. Meanwhile no other call changes the group (``claimed``), and all ranks
-take part (``Votes``).
+A sleep, a wake, a freeze and a thaw are each one list of steps, in ``SleepGroup._sleep``, ``SleepGroup._wake``,
+``SleepGroup.freeze`` and ``_thaw_all``. A step is a function, with another function that undoes it if it has changed
+something. ``run_steps`` does the steps; if one fails, it and the steps before it are undone, the last step first.
+Meanwhile no other call changes the group (``claimed``). In a sleep and a wake all ranks take part (``Votes``).
 
 The steps of a sleep:
 
@@ -15,6 +15,8 @@ The steps of a sleep:
 6. *Vote* of the ranks. This is the last step that a rank can refuse.
 7. *Release* the memory (``cuMemRelease``). This is not undone.
 
+:meth:`SleepGroup.resume` has these steps, too, but neither a copy nor a vote: step 3 opens backups that exist.
+
 The steps of a wake:
 
 1. *Map.* For one buffer after the other, memory is created and mapped, and the copy of its bytes is queued
@@ -23,10 +25,24 @@ The steps of a wake:
 3. *Awake.* The buffers can be used. Undo: they cannot.
 4. *Hooks* of :meth:`SleepGroup.after_wake`. Undo: their undo hooks.
 5. *Vote* of the ranks.
-6. *Drop* the backups. This is not undone.
+6. *Drop* the backups, except those of frozen buffers. This is not undone.
 
-The steps are methods of ``EvictSteps`` and ``RestoreSteps`` in :mod:`streamalloc.vmm.steps`. They change these states
-of a buffer:
+The steps of a freeze, after the buffers are claimed:
+
+1. *Wait* for the users of the buffers that are awake. There is nothing to undo.
+2. *Make read-only* each of these buffers (``cuMemSetAccess``). Undo: make it writable.
+3. *Reserve*, as in a sleep.
+4. *Copy*, as in a sleep. The host waits for the copies.
+5. *Frozen.* The buffers count as frozen and have their backups. This is not undone.
+
+The steps of a thaw, which :meth:`SleepGroup.close` does, too, after the buffers are claimed:
+
+1. *Make writable* each frozen buffer, which then does not count as frozen. Undo: make it read-only and frozen again.
+2. *Drop* the backups of buffers that are awake. This is not undone.
+
+The steps are methods of ``BackupSteps``, ``EvictSteps`` and ``RestoreSteps`` in :mod:`streamalloc.vmm.steps`, and of
+``Evictable`` for one buffer. :mod:`streamalloc.vmm.stores.blocks` describes the way of the bytes from a buffer to its
+backup and back. The steps change these states of a buffer:
 
 * ``eviction``: its released memory while it sleeps. If a sleep and its undo have failed, ``eviction.held`` is the old
   memory, which still has the bytes.

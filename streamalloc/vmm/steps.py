@@ -34,8 +34,9 @@ second is called, too, so an undo must check what was done.
 
 def run_steps(*steps: Step, last: Callable[[], T]) -> T:
     """Do the steps in order, then ``last``, and return its result. If a step raises, undo this step and the steps
-    before it, the last step first, and raise the error. All undos are called, also after one has failed; their errors
-    are attached to the first error. ``last`` cannot be undone.
+    before it, the last step first, and raise the error. If an undo raises an Exception, this is attached to the first
+    error, and the other undos are still called. After a KeyboardInterrupt in an undo they are not. ``last`` cannot be
+    undone.
     """
     undos: list[Callable[[], object]] = []
     try:
