@@ -54,6 +54,7 @@ calls with older handles.
 _PATIENCE = 1.0
 """Longest time in seconds to wait for queued work before leaks are reported."""
 INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+"""Answer in place of the driver's for a call that is not made."""
 REFUSED = (AttributeError, IndexError, NotImplementedError, OverflowError, TypeError, ValueError)
 """Errors that the bindings raise for wrong arguments, or a simulated machine for calls that it does not model. A rule
 that converts such arguments raises them too.
@@ -104,6 +105,13 @@ class _Turn:
 
     def alone(self, step: Callable[..., T], *args: Any) -> T:
         """Call ``step`` with the turn, and return its result."""
+        return self.taking(None, step, *args)[0]
+
+    def taking(self, reports: Reports | None, step: Callable[..., T], *args: Any) -> tuple[T, list[Hazard]]:
+        """Call ``step`` with the turn. Returns its result, and the hazards that ``reports`` has after it.
+
+        The hazards are taken in the same turn, so that no other thread delivers them.
+        """
         with self.lock:
             self._thread = threading.get_ident()
             try:
@@ -111,11 +119,12 @@ class _Turn:
                 if self._postponed:
                     self._call_postponed()
                 result = step(*args)
+                fresh = reports.take() if reports is not None and reports.found else []
                 # This block has no loop: on Python 3.12 and newer, an exception of a signal handler in a loop can skip
                 # the finally clause.
                 if self._postponed:
                     self._call_postponed()
-                return result
+                return result, fresh
             finally:
                 if self.mine():  # It is false if a signal handler raised while `outside` was waiting for the lock.
                     self._thread = 0
@@ -165,11 +174,18 @@ class Recorder:
     # -- calls -------------------------------------------------------------------------------------------------
 
     def begin_call(self, name: str, args: tuple[Any, ...]) -> uses.Rest | None:
-        """Apply the part of a rule that precedes the call, and deliver its hazards.
+        """Apply the part of a rule that precedes the call, and deliver its hazards. Returns one of these:
 
-        Returns a function that takes the driver's answer; None if the call must not be made, because it would end an
-        object that is not live. With ``on="raise"`` a hazard raises :class:`DriverMisuseError`, and the call is not
-        made.
+        ================  ==============================================  =================================================
+        Result            Case                                            Next step of the caller
+        ================  ==============================================  =================================================
+        ``uses.nothing``  no rule has steps before the call               makes the call, then :meth:`end_call`
+        another function  the rule has steps before the call              the same: the function takes the driver's answer
+        a `RefusedCall`   the rule cannot convert the arguments           the same, but does not poison memory
+        None              the call would end an object that is not live   makes no call, and answers :data:`INVALID`
+        ================  ==============================================  =================================================
+
+        With ``on="raise"`` a hazard raises :class:`DriverMisuseError`, and the call is not made.
         """
         rule = RULES.get(name)
         if name not in ENDERS and (rule is None or rule.around is None):
@@ -242,8 +258,7 @@ class Recorder:
         """Call ``step`` in a turn, and deliver the hazards that it finds. Returns the result of ``step``. ``undo`` is
         called with this result if a hazard raises.
         """
-        # The hazards are taken in the same turn, so that no other thread delivers them.
-        result, fresh = self._turn.alone(lambda: (step(*args), self._reports.take() if self._reports.found else []))
+        result, fresh = self._turn.taking(self._reports, step, *args)
         if fresh:
             self._reports.deliver(fresh, None if undo is None else partial(undo, result))
         return result
