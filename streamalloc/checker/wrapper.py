@@ -32,7 +32,7 @@ from streamalloc.checker import uses
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.poison import Poison
 from streamalloc.checker.report import Reports
-from streamalloc.checker.rules.order import HostCall, host_function
+from streamalloc.checker.rules.streams import HostCall, host_function
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.state import State
 from streamalloc.checker.streams import CallingThread

@@ -12,7 +12,7 @@ from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedCapture, TrackedGraph, TrackedNode, Unseen
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.ranges import Bytes, Range
-from streamalloc.checker.rules.order import batch_of_values, event_of, record, wait
+from streamalloc.checker.rules.streams import batch_of_values, event_of, record, wait
 from streamalloc.checker.rules.work import plane, rows
 from streamalloc.checker.state import Executable, State
 from streamalloc.checker.uses import Answer, Arguments, Steps, Use, ends, rules

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from streamalloc.checker.rules import graphs, memory, order, work
+from streamalloc.checker.rules import graphs, memory, streams, work
 from streamalloc.checker.state import State
 from streamalloc.checker.uses import Arguments, Around, Rule, Steps, look_up, nothing, run_before, stale
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.bindings import cuda
 
-RULES: dict[str, Rule] = {name: rule for area in (work, memory, order, graphs) for name, rule in area.RULES.items()}
+RULES: dict[str, Rule] = {name: rule for area in (work, memory, streams, graphs) for name, rule in area.RULES.items()}
 _WORK = re.compile(
     "cu(Launch|Mem(cpy|set|MapArray|.*Async$)|Graph(Add|.*Node.*SetParams)|Graphics(Map|Unmap)|EGLStream"
     "|Stream(Begin|End|.*MemOp)|LogicalEndpointBind|CheckpointProcess)"
