@@ -4,13 +4,13 @@ How a hazard is found, for the race of ``cuMemsetD8Async(x, ..., b)`` with earli
 
 1. ``wrapper.CheckedDriver._observe`` gets the call of the program. Its ``_call`` forwards the call to the wrapped
    driver between ``Recorder.begin_call`` and ``Recorder.end_call``.
-2. Both run the rule of the call, from ``rules.table.RULES``, in their turn (``_record``, ``_Turn.alone``). A rule is a
+2. Both run the rule of the call, from ``rules.table.RULES``, in their turn (``_record``, ``_Turn.taking``). A rule is a
    generator or a function. A generator (``Rule.around``) yields where the driver makes the call. ``begin_call`` runs
    its first half, the code before the ``yield`` (``_apply``, ``uses.run_before``). ``end_call`` sends the driver's
    answer to the ``yield``, which runs the second half (``_after``). A function (``Rule.after``) is called by ``_after``
    if the driver call has succeeded.
-3. The first half of the rule (here in ``rules.work``) finds the memory (``uses.look_up``), and reports memory that is
-   freed already (``uses.stale``). The second half queues a use of it (``uses.queue_use``).
+3. The first half of the rule (here ``rules.work._works``) finds the memory (``uses.look_up``), and reports memory that
+   is freed already (``uses.stale``). The second half queues a use of it (``uses.queue_use``).
    ``clocks.Timeline.submit`` runs ``uses.check_uses`` once everything before the use is known; during the call, unless
    the stream waits for something.
 4. ``judge.Judge.use`` compares the use with the recorded uses of the same bytes (``ranges.Bytes.record_access``) by the
@@ -18,9 +18,10 @@ How a hazard is found, for the race of ``cuMemsetD8Async(x, ..., b)`` with earli
 5. ``report.Reports`` collects the hazards of the call. Hazards of known places are only counted; ``deliver`` shows or
    raises the others.
 
-A free takes another way from step 3 on, because it must be judged before the driver makes it. The first half of
-``rules.memory._frees`` submits ``Judge.free``, which compares the free with the last uses of the memory, and records
-it. If the driver refuses the call, the second half undoes the record.
+A free takes another way from step 3 on, because it must be recorded before the driver makes it: another thread may get
+the memory during the call. The first half of ``rules.memory._frees`` submits ``Judge.free``, which compares the free
+with the last uses of the memory, and records it. That happens before the call, unless the stream waits for something.
+If the driver refuses the call, the second half undoes the record.
 
 **Ordered** means: the earlier operation comes first in every possible run. An order needs
 
