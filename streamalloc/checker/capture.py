@@ -152,9 +152,9 @@ class TrackedGraph:
         Returns these streams by the handles of the nodes.
         """
         done: dict[int, TrackedStream] = {}
-        waiting = list(self.handles)
-        while waiting:
-            ready = [one for one in waiting if all(it in done or it not in self.handles for it in self.after[one])]
+        left = list(self.handles)
+        while left:
+            ready = [one for one in left if all(it in done or it not in self.handles for it in self.after[one])]
             if not ready:
                 break
             for handle in ready:
@@ -165,7 +165,7 @@ class TrackedGraph:
                         stream.clock.learn(done[it].clock)
                 for node in nodes:
                     inside.judge(stream, node)
-            waiting = [one for one in waiting if one not in done]
+            left = [one for one in left if one not in done]
         return done
 
 

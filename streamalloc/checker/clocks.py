@@ -98,7 +98,8 @@ class Obstacle:
     """Stream whose work ends the obstacle; None if the host ends the obstacle, or if the cause is unknown."""
     clock: Clock | None = None
     """Clock of all operations that precede the end of the obstacle; None before the end."""
-    waiters: list[TrackedStream] = field(default_factory=list)
+    waiting: list[TrackedStream] = field(default_factory=list)
+    """Streams that wait for this obstacle. :attr:`Timeline.waiting` has those that wait for any obstacle."""
 
 
 Action: TypeAlias = "Callable[[TrackedStream], None]"
@@ -343,7 +344,7 @@ class Timeline:
             stream.clock.learn(obstacle.clock)
         else:
             stream.obstacle = obstacle
-            obstacle.waiters.append(stream)
+            obstacle.waiting.append(stream)
             self.waiting[stream] = None
 
     def _mark(self, stream: TrackedStream) -> Obstacle:
@@ -374,12 +375,12 @@ class Timeline:
         if obstacle.clock is not None:
             return
         obstacle.clock = clock.copy()
-        for stream in obstacle.waiters:
+        for stream in obstacle.waiting:
             stream.obstacle = None
             self.waiting.pop(stream, None)
             stream.clock.learn(obstacle.clock)
             self._ready.append(stream)
-        obstacle.waiters.clear()
+        obstacle.waiting.clear()
         if not self._draining:
             self._drain()
 

@@ -302,7 +302,7 @@ class QueuedSources:
         of_host = range_.kind in HOST_KINDS or (range_.kind == "allocation" and range_.grants is not None)
         if not of_host or range_.ended:
             return
-        others = range_.waiting_write or range_.bytes.shared or self._may_be_written(range_.bytes)
+        others = range_.queued_write or range_.bytes.shared or self._may_be_written(range_.bytes)
         if not others and all(
             self._timeline.may_be_known(one.actor.number, one.time) for one in range_.written(low, high)
         ):
@@ -456,8 +456,8 @@ class WaitValues:
                 del self._writes[next(iter(self._writes))]
             if shared:
                 self._timeline.published.learn(stream.clock)
-            for waiting in tuple(self._timeline.waiting):
-                wait = waiting.obstacle
+            for other in tuple(self._timeline.waiting):
+                wait = other.obstacle
                 if isinstance(wait, _Waiting) and wait.key == key and wait.accepts(value):
                     self._timeline.end(wait, stream.clock)
 

@@ -275,8 +275,8 @@ class Range(Extent):
     """Whether a missing free is no leak: the driver call is made later, or the range ends together with its module."""
     viewed: bool = False
     """Whether the host has a NumPy array over the range, and so may read and write the range without a call."""
-    waiting_write: bool = False
-    """Whether a write to the range was queued on a stream that was waiting for something."""
+    queued_write: bool = False
+    """Whether a write to the range was queued on a waiting stream."""
     released: Stack | None = None
     """Place in the program where the range was released although its memory stays mapped; None while the program may
     write the range.

@@ -82,7 +82,7 @@ class ForeignStreams:
             return stream not in self._timeline.foreign and (stream.handle <= _PER_THREAD or not reachable)
         return not (self.is_there or reachable)
 
-    def can_use(self, stream: TrackedStream) -> None:
+    def can_queue_on(self, stream: TrackedStream) -> None:
         """Record that other libraries can get the handle of a stream, as they can for a default stream. Once another
         library has used any stream, they may use this stream from now on.
         """
@@ -91,9 +91,9 @@ class ForeignStreams:
         else:
             self._reachable[stream] = None
 
-    def uses(self, stream: TrackedStream) -> None:
-        """Record that another library uses a stream. From now on, other libraries may use all streams whose handles
-        they can get.
+    def queues_on(self, stream: TrackedStream) -> None:
+        """Record that another library queues work on a stream. From now on, other libraries may use all streams whose
+        handles they can get.
         """
         self.is_there = True
         self.is_lent(stream)
@@ -140,8 +140,8 @@ class ForeignStreams:
         with beside_captures(self._driver):
             self._querying += 1
             try:
-                for stream, waiting in tuple(self.pending.items()):
-                    asked = tuple(waiting)
+                for stream, pending in tuple(self.pending.items()):
+                    asked = tuple(pending)
                     over = [time for time, event in asked if "NOT_READY" not in query(event)[0].name]
                     self._end(stream, max(over, default=0))
             finally:
@@ -152,10 +152,10 @@ class ForeignStreams:
         """Record that the host may have waited for the operations of a stream up to ``time``."""
         over = self._timeline.over
         over[stream.number] = max(over.get(stream.number, 0), time)
-        waiting = self.pending.get(stream, deque())
-        while waiting and waiting[0][0] <= time:
-            self._over.append(waiting.popleft()[1])
-        if not waiting:
+        pending = self.pending.get(stream, deque())
+        while pending and pending[0][0] <= time:
+            self._over.append(pending.popleft()[1])
+        if not pending:
             self.pending.pop(stream, None)
 
     def _destroy_events(self) -> None:
@@ -381,7 +381,7 @@ class Streams:
             name = f"the per-thread default stream of {thread.name}"
             found = mine[context] = self._timeline.stream(name, context, legacy, _PER_THREAD)
             self._per_thread.append(found)
-            self.foreign.can_use(found)
+            self.foreign.can_queue_on(found)
             self.devices[found] = self.devices[legacy]
         return found
 
@@ -394,7 +394,7 @@ class Streams:
             if context not in self._legacy:  # Another thread may have added the stream during the call.
                 found = self._timeline.stream("the legacy default stream", context, handle=_LEGACY)
                 self.devices[found] = device
-                self.foreign.can_use(found)
+                self.foreign.can_queue_on(found)
                 self._legacy[context] = found
         return self._legacy[context]
 
@@ -410,7 +410,7 @@ class Streams:
         made = self.by_handle[handle] = self._timeline.stream(name, where, legacy if blocking else None, handle)
         self.devices[made] = self.devices[legacy]
         if at is None:
-            self.foreign.uses(made)
+            self.foreign.queues_on(made)
         return made
 
     def rename(self, handle: Any, name: str) -> None:

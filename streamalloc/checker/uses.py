@@ -1,12 +1,13 @@
 """Rules of driver calls, and functions that several rules use: uses of memory by streams and by the host, and waits of
 the host.
 
-A use is queued by the call (:func:`queue_use`) and checked when its stream runs it (:func:`check_uses`). The two times
-differ if the stream waits for something that has not happened: a value, a host function, or an event behind one of
-these. A check at the call would miss the order that this wait gives. The host may free or write the memory meanwhile,
-so queued uses are recorded separately (:func:`record_waiting`, ``QueuedSources``).
+A *use* is a read or write of memory by a stream or the host. It is queued by the call (:func:`queue_use`) and checked
+when its stream runs it (:func:`check_uses`). The two times differ if the stream is *waiting* for something that has not
+happened (``clocks.Obstacle``): a value, a host function, or an event behind one of these. A check at the call would
+miss the order that this wait gives. The host may free or write the memory meanwhile, so queued uses are recorded
+separately (:func:`record_queued`, ``QueuedSources``).
 
-Records wait in four places:
+Records are kept for later in four places:
 
 * operations of a stream behind an obstacle, until the obstacle ends (``clocks.TrackedStream.queue``);
 * sources of copies, until the host waits for the copies (``contents.QueuedSources``);
@@ -422,11 +423,11 @@ def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
     state.timeline.submit(stream, lambda stream: check_uses(state, stream, node, stack))
     state.sources.queued(stream, pieces, what, stack)
     may_write(state, stream, node)
-    record_waiting(state, stream, node, stack)
+    record_queued(state, stream, node, stack)
     state.streams.foreign.did(stream)
 
 
-def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
+def record_queued(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
     """Record the uses of a node as queued, if its stream waits for something. ``stack``: place of the uses in the
     program.
 
@@ -434,7 +435,7 @@ def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack
     host cannot read, because such a wait may have ended without a call (:meth:`.WaitValues.may_be_over`).
     """
     for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
-        range_.waiting_write |= write
+        range_.queued_write |= write
         if not state.values.may_be_over(stream):
             range_.last[stream.number] = Access(stream, node.what, stack, write, time=NEVER)
 

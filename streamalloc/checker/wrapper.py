@@ -176,14 +176,14 @@ class Recorder:
     def begin_call(self, name: str, args: tuple[Any, ...]) -> uses.Rest | None:
         """Apply the part of a rule that precedes the call, and deliver its hazards. Returns one of these:
 
-        ================  ==============================================  =================================================
+        ================  ==============================================  =============================================
         Result            Case                                            Next step of the caller
-        ================  ==============================================  =================================================
+        ================  ==============================================  =============================================
         ``uses.nothing``  no rule has steps before the call               makes the call, then :meth:`end_call`
-        another function  the rule has steps before the call              the same: the function takes the driver's answer
+        another function  the rule has steps before the call              the same: it takes the driver's answer
         a `RefusedCall`   the rule cannot convert the arguments           the same, but does not poison memory
         None              the call would end an object that is not live   makes no call, and answers :data:`INVALID`
-        ================  ==============================================  =================================================
+        ================  ==============================================  =============================================
 
         With ``on="raise"`` a hazard raises :class:`DriverMisuseError`, and the call is not made.
         """
@@ -398,7 +398,7 @@ class Recorder:
         stream.
         """
         foreign, lent = self.state.streams.foreign, self.state.stream(stream)
-        (foreign.uses if used else foreign.can_use)(lent)
+        (foreign.queues_on if used else foreign.can_queue_on)(lent)
         foreign.is_lent(lent)
 
     @_notification()
@@ -450,8 +450,8 @@ class Recorder:
 
         ``name``: name of the announcement. ``word``: address of the 32-bit value for which the stream waits.
         """
-        waiting = None if stream is None else self.state.stream(stream)
-        self.state.interprocess.opened(waiting, address, nbytes, name, word)
+        on = None if stream is None else self.state.stream(stream)
+        self.state.interprocess.opened(on, address, nbytes, name, word)
 
     # -- results ---------------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: S
     state.timeline.submit(stream, run)
     for node in nodes:
         if node.enabled:
-            uses.record_waiting(state, stream, node, Launched(node.stack, stack))
+            uses.record_queued(state, stream, node, Launched(node.stack, stack))
 
 
 # -- captures ------------------------------------------------------------------------------------------------

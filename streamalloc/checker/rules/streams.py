@@ -224,11 +224,11 @@ def wait_value(state: State, stream: TrackedStream, address: int, value: int, fl
 def _use_awaited(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
     """Record that the memory of a value is in use until the wait for it ends. A free before that is a hazard."""
     last = next((range_.last for range_, _, _ in state.addresses.pieces(address, nbytes)), {})
-    before, waiting = last.get(stream.number), Access(stream, what, state.place(), False, time=NEVER)
-    last[stream.number] = waiting
+    before, awaited = last.get(stream.number), Access(stream, what, state.place(), False, time=NEVER)
+    last[stream.number] = awaited
 
     def over(stream: TrackedStream) -> None:
-        if last.get(stream.number) is waiting:
+        if last.get(stream.number) is awaited:
             del last[stream.number]
             if before is not None:
                 last[stream.number] = before

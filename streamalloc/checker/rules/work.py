@@ -20,7 +20,7 @@ _ROWS = 1 << 15
 """Largest number of rows of a plane that are checked. The other rows are left out, with a note."""
 
 
-class _Uses(NamedTuple):
+class _Memory(NamedTuple):
     """Memory that the arguments of one call name, by the way in which the call uses it."""
 
     used: Iterable[Use] = ()
@@ -37,7 +37,7 @@ class _Uses(NamedTuple):
     """Function that is called with the stream after the work is queued."""
 
 
-Read: TypeAlias = Callable[[State, Arguments], _Uses]
+Read: TypeAlias = Callable[[State, Arguments], _Memory]
 
 
 def _stream(args: Arguments, at: int | None) -> Any:
@@ -48,7 +48,7 @@ def _stream(args: Arguments, at: int | None) -> Any:
     return getattr(given, "hStream", given)
 
 
-def _works(stream_at: int | None, read: Read = lambda state, args: _Uses()) -> Around:
+def _works(stream_at: int | None, read: Read = lambda state, args: _Memory()) -> Around:
     """Rule for a call that uses memory in a stream. ``read``: function that returns the memory that the arguments name.
 
     ``stream_at``: index of the stream argument; None for a synchronous call, which uses the legacy stream.
@@ -113,7 +113,7 @@ def _fills(stream_at: int | None, width: int) -> Around:
     captured.
     """
 
-    def read(state: State, args: Arguments) -> _Uses:
+    def read(state: State, args: Arguments) -> _Memory:
         address, nbytes = number_of(args[0]), int(args[2]) * width
 
         def then(stream: TrackedStream) -> None:
@@ -122,7 +122,7 @@ def _fills(stream_at: int | None, width: int) -> Around:
                 for at in range(address, address + nbytes - 3, 4):
                     state.values.write(stream, at, value)
 
-        return _Uses([(address, nbytes, True)], (address,), then=then)
+        return _Memory([(address, nbytes, True)], (address,), then=then)
 
     return _works(stream_at, read)
 
@@ -135,7 +135,7 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> Arou
     return _works(stream_at, lambda state, args: _copied(state, args[0], args[source_at], int(args[size_at])))
 
 
-def _copied(state: State, target: Any, source: Any, size: int) -> _Uses:
+def _copied(state: State, target: Any, source: Any, size: int) -> _Memory:
     used = [(source, size, False), (target, size, True)]
 
     def then(stream: TrackedStream) -> None:
@@ -143,7 +143,7 @@ def _copied(state: State, target: Any, source: Any, size: int) -> _Uses:
             state.types.copied(target, source, size, "a copy")
 
     same = number_of(source) == number_of(target)
-    return _Uses(used[1:] if same else used, (target, source) if size else (), then=then)
+    return _Memory(used[1:] if same else used, (target, source) if size else (), then=then)
 
 
 def rows(state: State, start: int, pitch: int, width: int, height: int, write: bool) -> list[Use]:
@@ -203,7 +203,7 @@ def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int
     return [row for at in starts for row in rows(state, at, pitch, width, height, write)]
 
 
-def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
+def _boxes(state: State, operations: Iterable[Any]) -> _Memory:
     """Return the uses of a batch of ``CUDA_MEMCPY3D_BATCH_OP``."""
     used: list[Use] = []
     taken: list[Use] = []
@@ -227,7 +227,7 @@ def _boxes(state: State, operations: Iterable[Any]) -> _Uses:
                 used += found
             if not write and order in (_AT_CALL, _ANY):
                 taken += found
-    return _Uses(used, taken=taken)
+    return _Memory(used, taken=taken)
 
 
 def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> Around:
@@ -238,7 +238,7 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
     array.
     """
 
-    def read(state: State, args: Arguments) -> _Uses:
+    def read(state: State, args: Arguments) -> _Memory:
         size, used = int(args[source + 1 + array_from]), []
         for at, is_array, write in ((source, array_from, False), (target, array_to, True)):
             array = _array(state, args[at]) if is_array else None
@@ -246,7 +246,7 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
                 used.append((array.base + int(args[at + 1]), size, write))
             elif not is_array:
                 used.append((args[at], size, write))
-        return _Uses(used, (None if array_to else args[target], None if array_from else args[source]))
+        return _Memory(used, (None if array_to else args[target], None if array_from else args[source]))
 
     return _works(stream_at, read)
 
@@ -260,7 +260,7 @@ def _order(one: Any) -> int:
     return 0
 
 
-def _batch(state: State, args: Arguments) -> _Uses:
+def _batch(state: State, args: Arguments) -> _Memory:
     """Return the uses of a batch of copies (``cuMemcpyBatchAsync``)."""
     targets, sources, sizes, _, attributes, begins = args[:6]
     # `begins[i]` is the index of the first copy that has attribute `i`.
@@ -273,10 +273,10 @@ def _batch(state: State, args: Arguments) -> _Uses:
         if order != _AT_CALL:
             used.append((source, int(size), False))
         used.append((target, int(size), True))
-    return _Uses(used, taken=taken)
+    return _Memory(used, taken=taken)
 
 
-def _with_attributes(state: State, args: Arguments) -> _Uses:
+def _with_attributes(state: State, args: Arguments) -> _Memory:
     """Return the uses of ``cuMemcpyWithAttributesAsync``."""
     one = _batch(state, ((args[0],), (args[1],), (args[2],), 1, (args[3],), (0,)))
     copied = _copied(state, args[0], args[1], int(args[2]))
@@ -289,9 +289,9 @@ def _discarded(state: State, args: Arguments) -> list[Use]:
 
 
 def _fills_rows(stream_at: int | None, width: int) -> Around:
-    def read(state: State, args: Arguments) -> _Uses:
+    def read(state: State, args: Arguments) -> _Memory:
         used = rows(state, number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
-        return _Uses(used, (args[0],))
+        return _Memory(used, (args[0],))
 
     return _works(stream_at, read)
 
@@ -308,8 +308,8 @@ def _side(copy: Any, side: str) -> Any:
 def _copies_plane(stream_at: int | None) -> Around:
     """Rule for a copy of a plane or box."""
 
-    def read(state: State, args: Arguments) -> _Uses:
-        return _Uses(plane(state, args[0]), (_side(args[0], "dst"), _side(args[0], "src")))
+    def read(state: State, args: Arguments) -> _Memory:
+        return _Memory(plane(state, args[0]), (_side(args[0], "dst"), _side(args[0], "src")))
 
     return _works(stream_at, read)
 
@@ -367,10 +367,10 @@ _WORK = {
     "cuLaunchGridAsync": _launches(3),
     "cuMemBatchDecompressAsync": _launches(-1),
     "cuMemDiscardBatchAsync cuMemDiscardAndPrefetchBatchAsync": _works(
-        -1, lambda state, args: _Uses(_discarded(state, args))
+        -1, lambda state, args: _Memory(_discarded(state, args))
     ),
-    "cuMemPrefetchBatchAsync": _works(-1, lambda state, args: _Uses(named=_discarded(state, args))),
-    "cuMemPrefetchAsync": _works(-1, lambda state, args: _Uses(named=((args[0], int(args[1]), False),))),
+    "cuMemPrefetchBatchAsync": _works(-1, lambda state, args: _Memory(named=_discarded(state, args))),
+    "cuMemPrefetchAsync": _works(-1, lambda state, args: _Memory(named=((args[0], int(args[1]), False),))),
     "cuStreamAttachMemAsync": _works(0),
     "cuGraphUpload": _works(1),
     "cuSignalExternalSemaphoresAsync": _works(-1),
