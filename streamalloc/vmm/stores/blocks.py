@@ -3,11 +3,58 @@ buffers.
 
 A *tier* consists of *chunks*; each chunk is an allocation in host memory, or a file. A call that saves makes one
 :class:`Stored`. Its :class:`Room` has the address of each block in a chunk, and returns the addresses of dropped blocks
-to the chunks. They are reused or released after the copies that use them.
+to the chunks. They are reused or released after the copies that use them. The classes::
+
+    Tier                  a store of bytes, with the lock of its room; the base class itself is for a caller's memory
+    |- BlockTier          its chunks are shared by several Stored, and kept for later ones
+    |  |- HostTier        pinned host memory
+    |  `- DiskTier        files
+    `- PoolTier           allocations of a pool
+    Chunk                 the free addresses of an allocation or file, with fences of the last copies that used them
+    |- MemoryChunk        an allocation, which AfterCopies releases
+    `- FileChunk          a file
+    Stored                the contents that one call saves, with one Room
+    |- InMemory           in the chunks of all tiers but DiskTier; its copies are stream-ordered
+    `- InFiles            in those of a DiskTier; the host waits for the copies
+    Room                  the chunk and the address of each block, and fences of the last copies
+    Backup                a Stored and the range of its blocks that one buffer has
 
 Pages and pieces have blocks of one size. Buffers have blocks of different sizes, and each buffer has a :class:`Backup`
 for its blocks. In a :class:`HostTier` both share the chunks. A pool and a file for buffers have chunks for one
 :class:`Stored`.
+
+The bytes of a buffer go to a :class:`HostTier` in these steps, each with who waits, the host or the
+stream of the copies, and for what:
+
+1. *Hold.* ``HostTier.hold`` makes one Stored for all buffers of a tag, in blocks of 2 MiB. The blocks have no places
+   yet. ``HostTier._begin`` has threads pin memory if too little is free, and nobody waits for them here.
+2. *Begin.* ``InMemory.moving``: the stream waits for ``Room.fences``, the last copies from or to the places that blocks
+   have already. Until step 7, ``Stored.in_use`` prevents that another thread's drop returns places.
+3. *Describe.* ``Backup.move`` calls the function of ``moving`` with the buffer's blocks and device addresses
+   (:class:`Copies`), one buffer after the other.
+4. *Place.* ``InMemory._with_places`` gives places to the blocks that have none (``HostTier._place``, ``Room.take``). If
+   no place is free, the host waits until a thread has pinned a piece. The copies that were queued before run meanwhile.
+5. *Order.* The stream waits for the fences of these places: the copies of those who had the places before.
+6. *Copy.* ``InMemory._runs`` joins blocks with adjacent places. ``copy_bytes`` copies each run (``cuMemcpyAsync``).
+   After it, ``_with_places`` continues with the blocks that still have no place: steps 4 to 6 again.
+7. *End* of ``moving``. One new fence for all these copies goes to ``Room.fences``, to ``InMemory._written``, and to
+   ``MemoryChunk.release``, because the memory is released only after them.
+8. *Seal.* ``Stored.seal`` does nothing here. A file that is to have a name gets its header and its name.
+9. *Wait.* Before the buffers of 64 MiB or more are unmapped, the host waits for an event after their copies
+   (``EvictSteps.unmap_all``). A freeze waits for the stream.
+
+They come back in these steps:
+
+1. *Begin.* ``InMemory.moving``: the stream waits for ``InMemory._written``, the copies to the places.
+2. *Copy.* As steps 3 and 6 above. All blocks have places.
+3. *End* of ``moving``, as step 7. ``_written`` stays as it is.
+4. *Drop.* ``Backup.drop``, after the buffers are awake: ``Room.give`` returns the places to their chunks, together with
+   ``Room.fences``. Whoever gets the places next waits for these fences: a stream in step 5, or the host for a write
+   (``InMemory.write``).
+
+A pool differs in step 1: ``PoolTier.hold`` allocates memory, and all blocks get places at once. So do pages and pieces,
+whose ``BlockTier._take`` replaces steps 1 and 4, and ``copy_batch`` step 6. In files, ``InFiles.moving`` blocks the
+host until the copies and the reads or writes are done, so places in files need no fences.
 """
 
 from __future__ import annotations
@@ -235,7 +282,9 @@ class Stored(Unique, abc.ABC):
         self._present = np.ones(len(sizes), np.bool_)
         """Array of bool: whether each block was not dropped."""
         self._busy = 0
-        """Number of calls that use the places now. When it reaches 0, the places of dropped blocks are returned."""
+        """Number of calls that use the places now. When it reaches 0, the places of dropped blocks are returned. It is
+        needed only for drops beside a copy, on another thread or in a signal handler.
+        """
         deferred_queue(tier.session).end_with(self, self.room)
 
     def __len__(self) -> int:

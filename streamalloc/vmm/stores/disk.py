@@ -44,7 +44,7 @@ it, which gives at most 255 bytes.
 """
 
 
-class _Slots(Chunk):
+class FileChunk(Chunk):
     """A chunk that is a file. The address of a block is the number of its part of the file, counted over all files of
     the tier.
     """
@@ -94,7 +94,7 @@ class _Transfer:
     slot.
     """
 
-    def __init__(self, contents: _Contents, stream: Stream, out: bool) -> None:
+    def __init__(self, contents: InFiles, stream: Stream, out: bool) -> None:
         self._contents = contents
         self.stream: Stream = stream
         self.out: bool = out
@@ -193,7 +193,7 @@ def _await(end: _End) -> None:
         end.result()
 
 
-class _Contents(Stored):
+class InFiles(Stored):
     """The contents of blocks in files. Each call blocks the host until its copies are done."""
 
     tier: DiskTier
@@ -402,7 +402,7 @@ class DiskTier(BlockTier):
 
     def _held(self, file: DiskFile) -> Sequence[Backup]:
         stored = self._stored(np.array(file.sizes))
-        stored.room.take(_Slots(file, 0, 0), range(len(stored)))
+        stored.room.take(FileChunk(file, 0, 0), range(len(stored)))
         return [Backup(stored, range(index, index + 1)) for index in range(len(stored))]
 
     def _staging(self, device: Device) -> HostMemory:
@@ -416,13 +416,13 @@ class DiskTier(BlockTier):
     def _chunk(self, nbytes: int, count: int) -> Chunk:
         first = self._given
         self._given += count
-        return _Slots(DiskFile.create(self.folder, [nbytes] * count, self.block), nbytes, first)
+        return FileChunk(DiskFile.create(self.folder, [nbytes] * count, self.block), nbytes, first)
 
     def _room(self, nbytes: int) -> int:
         return padded(nbytes)
 
     def _stored(self, sizes: Addresses, nbytes: int = 0) -> Stored:
-        return _Contents(self, sizes, nbytes)
+        return InFiles(self, sizes, nbytes)
 
     def _take_back(self, staging: HostMemory) -> None:
         self._idle.append(staging)

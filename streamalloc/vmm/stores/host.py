@@ -227,8 +227,8 @@ class HostTier(BlockTier):
 
     Threads fill huge pages and register them (``cuMemHostRegister``), 128 MiB at a time, while copies to memory that is
     pinned already run. If the driver or a limit of the process prevents this, the memory comes from ``cuMemHostAlloc``,
-    and a warning with the reason is logged. Thread-safe. Contents are kept until
-    they are swapped in or dropped, or the buffers wake or are closed, even after :meth:`close`.
+    and a warning with the reason is logged. Thread-safe. Contents are kept until they are swapped in or dropped, or the
+    buffers wake or are closed, even after :meth:`close`.
 
     The first tier of a device loads a kernel (``cuModuleLoadData``), and measures which way of copying is faster. The
     host waits for the device meanwhile.
