@@ -11,7 +11,9 @@ steps:
 
 If step 3 or 4 fails, ``Reservation.map`` releases the new chunks, and the buffer has its old size.
 
-A shrink waits for the users of the chunks that it does not need (``wait_for_users``), and then does step 1.
+A shrink waits for the users of the chunks that it does not need (``wait_for_users``), and then releases these chunks
+(``_release_from``). By default the host waits for all work of each device with access (``await_device``, which makes a
+dozen driver calls); with the argument ``after``, only for its events and streams.
 """
 
 from __future__ import annotations
@@ -167,20 +169,21 @@ class GrowableBuffer(VirtualBuffer):
         self._check_fits(size, self.capacity)
         self.check_usable()
         self._check_thawed()
-        if after is not None:
-            after = [*ends_of(after, self._session)]
         needed = self._spec.round_up(size)
+        spare = []
+        if release and size <= self._nbytes:
+            # The driver unmaps only whole chunks.
+            spare = [entry for entry in self.range._node.touching(needed, self._mapped) if entry.offset >= needed]
+        if spare:
+            wait_for_users(after, self._session, (entry.rights for entry in spare))
+            self._shrink_to(spare[0].offset, size)
+        elif after is not None:
+            list(ends_of(after, self._session))  # Nobody waits, but the argument must be allowed.
         if needed > self._mapped:
             starts = range(self._mapped, needed, self._chunk or needed - self._mapped)
             ends = [*starts[1:], needed]
             self._create_chunks([ChunkSpec(at, end - at, self._spec) for at, end in zip(starts, ends, strict=False)])
             self._mapped = needed
-        elif release and size <= self._nbytes and needed < self._mapped:
-            # The driver unmaps only whole chunks.
-            spare = [entry for entry in self.range._node.touching(needed, self._mapped) if entry.offset >= needed]
-            if spare:
-                wait_for_users(after, self._session, (entry.rights for entry in spare))
-                self._shrink_to(spare[0].offset, size)
         self._nbytes = size
 
     @staticmethod
