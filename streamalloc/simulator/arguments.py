@@ -1,7 +1,7 @@
 """Arguments as the bindings take them: with the same conversions and the same Python exceptions.
 
 The annotation of a driver call's parameter determines what the method of the call gets: a number (``Size``), the object
-of a handle (``Queue``), or a struct or an enum member of the bindings (``cuda.CUmemPoolProps``).
+of a handle (``Stream``), or a struct or an enum member of the bindings (``cuda.CUmemPoolProps``).
 """
 
 from __future__ import annotations
@@ -161,11 +161,11 @@ StreamCallback = Annotated[int, Handle(cuda.CUstreamCallback)]
 Device = Annotated[contexts.SimulatedDevice, Handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
-# For a parameter ``hStream: Queue`` a method gets the stream object, for ``hStream: StreamHandle`` the number of the
+# For a parameter ``hStream: Stream`` a method gets the stream object, for ``hStream: StreamHandle`` the number of the
 # handle.
-Queue = Annotated[scheduler.Queue, stream, Machine.stream]
+Stream = Annotated[scheduler.Stream, stream, Machine.stream]
 # This result code for a destroyed event was observed once on H200. There, such a handle can also kill the process.
-QueueEvent = Annotated[contexts.QueueEvent, event, found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
+Event = Annotated[contexts.Event, event, found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
 NodeGraph = Annotated[graphs.NodeGraph, Handle(cuda.CUgraph), found_in("graphs.graphs")]
 Node = Annotated[graphs.GraphNode, Handle(cuda.CUgraphNode), found_in("graphs.nodes")]
 GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), found_in("graphs.executables")]
@@ -187,7 +187,7 @@ _BY_TYPE = {
 _BY_NAME: dict[str, Any] = {
     **dict.fromkeys(("dst", "src", "dstDevice", "srcDevice", "addr", "dptr", "memptr"), DevicePointer),
     **dict.fromkeys(("dstHost", "srcHost"), HostPointer),
-    **{"hStream": StreamHandle, "stream": Queue, "hEvent": QueueEvent, "hGraphExec": GraphExec, "hNode": Node},
+    **{"hStream": StreamHandle, "stream": Stream, "hEvent": Event, "hGraphExec": GraphExec, "hNode": Node},
     **{"dev": Device, "device": Device, "dstContext": Context, "srcContext": Context, "memHandle": MemoryHandle},
     **dict.fromkeys(("f", "func", "function", "hfunc"), Function),
     **{"hmod": Module, "mod": Module, "library": Library, "lib": Library, "kernel": Kernel, "state": Link},

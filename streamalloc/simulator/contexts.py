@@ -20,7 +20,7 @@ from streamalloc.simulator.call_lock import Caller
 from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, EventFlag, Handles, new_handle
 from streamalloc.simulator.errors import Fault, Result, check, undo_by
 from streamalloc.simulator.graph_memory import DeviceGraphMemory
-from streamalloc.simulator.scheduler import Clock, Mark, Operation, Points, Queue, Scheduler, Until, learn, merge
+from streamalloc.simulator.scheduler import Clock, Mark, Operation, Points, Scheduler, Stream, Until, learn, merge
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _IDS = ("GPU-", "MIG-")
@@ -118,7 +118,7 @@ class Context:
 
     device: SimulatedDevice
     _scheduler: Scheduler
-    _by_handle: Handles[Queue]
+    _by_handle: Handles[Stream]
     """The streams of all contexts of the machine."""
     id: int
     primary: bool
@@ -142,21 +142,21 @@ class Context:
     """
     stacks: int = 0
     """Bytes of device memory that stacks use beyond the initial stacks."""
-    awaited: list[tuple[Queue, int]] = field(default_factory=list)
+    awaited: list[tuple[Stream, int]] = field(default_factory=list)
     """Operations that ``cuCtxWaitEvent`` makes the context wait for, each as a tuple of stream and number. Streams that
     are created later wait for them too.
     """
-    streams: Handles[Queue] = field(default_factory=Handles)
+    streams: Handles[Stream] = field(default_factory=Handles)
     retired: Clock = field(default_factory=dict)
     """Clock of the ended streams: for each destroyed stream the number of its last operation, and for other streams the
     number of the last operation that precedes one of these. Entries that nothing awaits are removed.
     """
-    _legacy: Queue | None = None
-    _per_thread: dict[int, tuple[weakref.ref[Caller], Queue]] = field(default_factory=dict)
+    _legacy: Stream | None = None
+    _per_thread: dict[int, tuple[weakref.ref[Caller], Stream]] = field(default_factory=dict)
     """Per-thread default streams by thread number, each with its thread. The thread is compared, because a later thread
     may have the number of an ended thread.
     """
-    _marks: Queue | None = None
+    _marks: Stream | None = None
 
     def __post_init__(self) -> None:
         self.alive: bool = not self.primary
@@ -169,7 +169,7 @@ class Context:
             raise Fault(self.error)
 
     @property
-    def legacy(self) -> Queue:
+    def legacy(self) -> Stream:
         if self._legacy is None:
             self._legacy = self._new_stream(LEGACY_STREAM, True, 0)
             self._legacy.legacy = None
@@ -177,7 +177,7 @@ class Context:
         return self._legacy
 
     @property
-    def per_thread(self) -> Queue:
+    def per_thread(self) -> Stream:
         """Per-thread default stream of the calling thread, made at the first use. If the thread has the number of an
         ended thread, it gets a new stream.
         """
@@ -193,19 +193,19 @@ class Context:
         return stream
 
     @property
-    def marks(self) -> Queue:
+    def marks(self) -> Stream:
         """Internal stream for events that are recorded for the whole context (cuCtxRecordEvent). No other work is
         queued on it.
         """
         if self._marks is None:
-            self._marks = Queue(self._scheduler, 0, self, False, 0)
+            self._marks = Stream(self._scheduler, 0, self, False, 0)
         return self._marks
 
-    def create_stream(self, blocking: bool, priority: int) -> Queue:
+    def create_stream(self, blocking: bool, priority: int) -> Stream:
         return self._by_handle.add(self.streams.add(self._new_stream(new_handle(), blocking, priority)))
 
-    def _new_stream(self, handle: int, blocking: bool, priority: int) -> Queue:
-        stream = Queue(self._scheduler, handle, self, blocking, priority)
+    def _new_stream(self, handle: int, blocking: bool, priority: int) -> Stream:
+        stream = Stream(self._scheduler, handle, self, blocking, priority)
         if blocking and handle != LEGACY_STREAM:
             stream.legacy = self.legacy
             assert stream.legacy.peers is not None
@@ -214,12 +214,12 @@ class Context:
         stream.barrier = tuple(self.awaited)
         return stream
 
-    def forget(self, stream: Queue) -> None:
+    def forget(self, stream: Stream) -> None:
         """Remove a stream that is destroyed. Its queued work still runs."""
         del self.streams[stream.handle], self._by_handle[stream.handle]
         self._leave(stream)
 
-    def _leave(self, stream: Queue) -> None:
+    def _leave(self, stream: Stream) -> None:
         """Store the clock of a stream that ends, because later work of the context is ordered after the stream's
         work.
         """
@@ -232,7 +232,7 @@ class Context:
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
             del stream.legacy.peers[stream]
 
-    def all_streams(self) -> list[Queue]:
+    def all_streams(self) -> list[Stream]:
         own = [stream for stream in (self._legacy, self._marks) if stream is not None]
         return [*own, *(stream for _, stream in self._per_thread.values()), *self.streams.values()]
 
@@ -379,7 +379,7 @@ class Record(Operation):
     The record of a shared event is also written to the table that other processes map.
     """
 
-    def __init__(self, stream: Queue, shared: SharedEvent | None) -> None:
+    def __init__(self, stream: Stream, shared: SharedEvent | None) -> None:
         self.stream = stream
         self.clock: Clock = {}
         """Clock of the stream at the record. A stream that waits for the event merges this clock into its own."""
@@ -403,7 +403,7 @@ class Record(Operation):
 
 
 @dataclass(eq=False)
-class QueueEvent:
+class Event:
     """Event with its latest record, which is in a stream or in a graph under capture."""
 
     context: Context
@@ -446,7 +446,7 @@ class QueueEvent:
                 self.record.shared = shared
         return shared
 
-    def make_wait(self, stream: Queue) -> None:
+    def make_wait(self, stream: Stream) -> None:
         """Make a stream wait for the latest record of the event (``cuStreamWaitEvent``). An event that was never
         recorded gives no order.
         """
@@ -470,7 +470,7 @@ class QueueEvent:
             # H200: test_placements).
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in scheduler.streams})
 
-    def record_in(self, stream: Queue, after: Points = ()) -> None:
+    def record_in(self, stream: Stream, after: Points = ()) -> None:
         """Record the event after all work queued on ``stream``, and after ``after``, operations of other streams."""
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS

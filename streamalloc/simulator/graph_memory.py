@@ -17,7 +17,7 @@ from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import ALIGNMENT, CHUNK, round_up
 from streamalloc.simulator.errors import Result, check
 from streamalloc.simulator.memory import Physical, ReservedExtent
-from streamalloc.simulator.scheduler import Clock, Operation, Points, Queue
+from streamalloc.simulator.scheduler import Clock, Operation, Points, Stream
 
 
 class LastUses:
@@ -26,9 +26,9 @@ class LastUses:
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[Queue, int]] = {}
+        self._last: dict[int, tuple[Stream, int]] = {}
 
-    def add(self, stream: Queue, seq: int) -> None:
+    def add(self, stream: Stream, seq: int) -> None:
         self._last[stream.id] = (stream, seq)
 
     def unfinished(self) -> Points:
@@ -259,7 +259,7 @@ class GraphHeap:
                 self._reservation.map(address, CHUNK, self._shared.physical.fd, chunk.offset)
                 self._mapped[place] = chunk
 
-    def in_use(self, stream: Queue, seq: int) -> None:
+    def in_use(self, stream: Stream, seq: int) -> None:
         """Record that operation ``seq`` is the last operation of ``stream`` that may use the addresses and the chunks
         of the heap.
         """
@@ -267,7 +267,7 @@ class GraphHeap:
         for chunk in self._places:
             chunk.uses.add(stream, seq)
 
-    def freed(self, address: int, stream: Queue | None = None) -> None:
+    def freed(self, address: int, stream: Stream | None = None) -> None:
         """Record the free of an allocation that outlived its launch.
 
         ``stream``: the stream in whose order it is freed; this method queues an operation there. None: it is freed at

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 from streamalloc.simulator.allocations import AllocationTable, GraphAllocation
 from streamalloc.simulator.call_lock import Caller
 from streamalloc.simulator.constants import Handles, new_handle
-from streamalloc.simulator.contexts import QueueEvent, SimulatedDevice
+from streamalloc.simulator.contexts import Event, SimulatedDevice
 from streamalloc.simulator.errors import Fault, Result, check, not_modelled
 from streamalloc.simulator.graph_memory import GraphHeap
 from streamalloc.simulator.pool import Pool
-from streamalloc.simulator.scheduler import Operation, Queue, QueuedCall, merge
+from streamalloc.simulator.scheduler import Operation, QueuedCall, Stream, merge
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # CUstreamCaptureMode
 AUTO_FREE_ON_LAUNCH = 1
@@ -37,7 +37,7 @@ class GraphNode:
     graph: NodeGraph
     after: list[GraphNode]
     operation: Operation | None = None
-    enter: Callable[[Queue], object] | None = None
+    enter: Callable[[Stream], object] | None = None
     values: Values | None = None
     """Parameters of the node, as queries return them; None if they are not stored."""
     attributes: dict[int, bytes] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class GraphExec:
     graph: NodeGraph
     flags: int
     handle: int = field(default_factory=new_handle)
-    last: tuple[Queue, int] | None = None  # Stream and number of the operation that ends the latest launch.
+    last: tuple[Stream, int] | None = None  # Stream and number of the operation that ends the latest launch.
     nodes: list[GraphNode] = field(init=False)
     """Copies of the nodes in launch order. Later changes of the graph do not affect them."""
     unfreed: list[GraphNode] = field(init=False)
@@ -210,7 +210,7 @@ class GraphExec:
         for memory in self.graph.memories.values():
             memory.disown()
 
-    def launch(self, allocations: AllocationTable, stream: Queue) -> None:
+    def launch(self, allocations: AllocationTable, stream: Stream) -> None:
         """Submit all nodes one after another (``cuGraphLaunch``), in one of the orders that the edges allow.
 
         Gives CUDA_ERROR_INVALID_VALUE if allocations of an earlier launch are live and the instance was made without
@@ -246,7 +246,7 @@ class GraphExec:
             allocations.add(GraphAllocation(node.address, node.size, node.device, stream.context, memory))
             memory.live[node.address] = node.size
 
-    def upload(self, stream: Queue) -> None:
+    def upload(self, stream: Stream) -> None:
         """Queue the mapping of the graph's memory on ``stream``, as ``cuGraphUpload`` and the first part of a launch
         do. Gives CUDA_ERROR_OUT_OF_MEMORY if the device has too little memory.
 
@@ -275,7 +275,7 @@ class GraphExec:
         # This wait for earlier launches gives no order that pools use (observed on H200: test_placements).
         self._in_use(stream, stream.submit(QueuedCall(map_memory), tuple(earlier), {}))
 
-    def _in_use(self, stream: Queue, seq: int) -> None:
+    def _in_use(self, stream: Stream, seq: int) -> None:
         self.last = (stream, seq)
         for memory in self.graph.memories.values():
             memory.in_use(stream, seq)
@@ -287,7 +287,7 @@ class GraphCapture:
     """
 
     def __init__(
-        self, graphs: Graphs, origin: Queue, mode: int, graph: NodeGraph | None = None, after: Iterable[GraphNode] = ()
+        self, graphs: Graphs, origin: Stream, mode: int, graph: NodeGraph | None = None, after: Iterable[GraphNode] = ()
     ) -> None:
         self.graph: NodeGraph = graphs.create() if graph is None else graph
         self.origin = origin
@@ -297,7 +297,7 @@ class GraphCapture:
         self.valid: bool = True
         self._graphs = graphs
         self._caller = origin.scheduler.caller
-        self._frontier: dict[Queue, list[GraphNode]] = {origin: list(after)}
+        self._frontier: dict[Stream, list[GraphNode]] = {origin: list(after)}
         origin.capture = self
         graphs.captures.append(self)
 
@@ -323,23 +323,23 @@ class GraphCapture:
     def running(self) -> bool:
         return self in self._graphs.captures
 
-    def behind(self, stream: Queue) -> list[GraphNode]:
+    def behind(self, stream: Stream) -> list[GraphNode]:
         """Return the nodes on which the next node of ``stream`` will depend."""
         return self._frontier.get(stream, [])
 
-    def put_behind(self, stream: Queue, nodes: list[GraphNode], instead: bool) -> None:
+    def put_behind(self, stream: Stream, nodes: list[GraphNode], instead: bool) -> None:
         """Make the next node of ``stream`` depend on ``nodes`` too; with ``instead``, only on ``nodes``."""
         before = [] if instead else self._frontier[stream]
         self._frontier[stream] = before + [node for node in nodes if node not in before]
 
     # -- nodes -----------------------------------------------------------------------------------------------
 
-    def add(self, kind: str, operation: Operation | None, stream: Queue, values: Values | None = None) -> GraphNode:
+    def add(self, kind: str, operation: Operation | None, stream: Stream, values: Values | None = None) -> GraphNode:
         node = self.graph.add(kind, self._frontier[stream], operation=operation, values=values)
         self._frontier[stream] = [node]
         return node
 
-    def allocate(self, size: int, pool: Pool, stream: Queue) -> int:
+    def allocate(self, size: int, pool: Pool, stream: Stream) -> int:
         assert pool.device is not None
         # NVIDIA's guide says that the node gets the access that devices have to the pool now. No observation confirms
         # this, so such access is not modelled.
@@ -350,7 +350,7 @@ class GraphCapture:
         self._frontier[stream] = [node]
         return node.address
 
-    def free(self, address: int, stream: Queue) -> None:
+    def free(self, address: int, stream: Stream) -> None:
         """Add a free node to the capture (:meth:`NodeGraph.free`). An invalid address gives CUDA_ERROR_INVALID_VALUE
         and leaves the capture valid.
         """
@@ -358,11 +358,11 @@ class GraphCapture:
 
     # -- forks and joins -------------------------------------------------------------------------------------
 
-    def record(self, event: QueueEvent, stream: Queue) -> None:
+    def record(self, event: Event, stream: Stream) -> None:
         event.capture = self
         event.nodes = list(self._frontier[stream])
 
-    def join(self, stream: Queue, event: QueueEvent) -> None:
+    def join(self, stream: Stream, event: Event) -> None:
         """Add ``stream`` to the capture, because the stream waits for ``event``, which was recorded in this capture.
 
         The legacy stream gives CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, a stream of another capture
@@ -380,7 +380,7 @@ class GraphCapture:
         self._frontier.setdefault(stream, [])
         self.put_behind(stream, event.nodes, False)
 
-    def leave(self, stream: Queue) -> None:
+    def leave(self, stream: Stream) -> None:
         """Remove ``stream``, which is being destroyed, from the capture.
 
         If the capture began in this stream, the capture ends, and its graph is destroyed.

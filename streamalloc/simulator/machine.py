@@ -14,14 +14,14 @@ from collections.abc import Callable
 from streamalloc.simulator import allocations, call_lock
 from streamalloc.simulator.banks import Bank, Banks, Heap, Regions
 from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
-from streamalloc.simulator.contexts import Context, QueueEvent, SimulatedDevice, chosen, visible
+from streamalloc.simulator.contexts import Context, Event, SimulatedDevice, chosen, visible
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import HOST_BANK, Labels, Usage
 from streamalloc.simulator.graph_memory import DeviceGraphMemory
 from streamalloc.simulator.graphs import Graphs
 from streamalloc.simulator.pool import PoolTable
 from streamalloc.simulator.profiles import Link, MachineSpec, Profile
-from streamalloc.simulator.scheduler import Clock, Queue, Scheduler, merge
+from streamalloc.simulator.scheduler import Clock, Scheduler, Stream, merge
 
 _OF_A_CONTEXT = (allocations.DeviceMemory, allocations.HostMemory, allocations.ManagedMemory, allocations.OpenedMemory)
 """Kinds of memory that are released when their context ends."""
@@ -49,9 +49,9 @@ class Machine:
         self.scheduler: Scheduler = Scheduler(spec.seed)
         self.scheduler.on_close = self._release
         self.contexts: Handles[Context] = Handles()
-        self.streams: Handles[Queue] = Handles()
-        self.events: Handles[QueueEvent] = Handles()
-        self.freed: list[tuple[allocations.LiveMemory, Queue, int]] = []
+        self.streams: Handles[Stream] = Handles()
+        self.events: Handles[Event] = Handles()
+        self.freed: list[tuple[allocations.LiveMemory, Stream, int]] = []
         """``cuMemAlloc`` memory that was freed in stream order, as tuples of memory, stream, and number of the free in
         the stream. The memory is kept until the host synchronises with the stream (observed on H200:
         test_plain_memory).
@@ -210,7 +210,7 @@ class Machine:
 
     # -- streams ---------------------------------------------------------------------------------------------
 
-    def stream(self, handle: int) -> Queue:
+    def stream(self, handle: int) -> Stream:
         """Return the stream of a handle, also of the three special handles (0, legacy, per thread).
 
         Gives CUDA_ERROR_INVALID_CONTEXT for an unknown handle, and for a stream of a broken context the result code of
@@ -228,7 +228,7 @@ class Machine:
         # This result code was seen once on H200; a destroyed handle can also kill the process.
         raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)
 
-    def destroy_stream(self, stream: Queue) -> None:
+    def destroy_stream(self, stream: Stream) -> None:
         """Destroy a stream. Its handle becomes invalid; its queued work still runs."""
         context: Context = stream.context
         context.forget(stream)
@@ -268,7 +268,7 @@ class Machine:
 
     # -- plain memory ----------------------------------------------------------------------------------------
 
-    def _release_freed(self, known: Callable[[Queue, int], bool]) -> None:
+    def _release_freed(self, known: Callable[[Stream, int], bool]) -> None:
         freed, self.freed = self.freed, []
         for allocation, stream, seq in freed:
             if not (known(stream, seq) and stream.done >= seq):

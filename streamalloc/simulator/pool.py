@@ -14,7 +14,7 @@ from streamalloc.simulator.constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import Label, Labels
 from streamalloc.simulator.memory import Physical, ReservedExtent
-from streamalloc.simulator.scheduler import ALL, Clock, Mark, Operation, Queue, QueuedCall, Scheduler
+from streamalloc.simulator.scheduler import ALL, Clock, Mark, Operation, QueuedCall, Scheduler, Stream
 
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
@@ -97,7 +97,7 @@ class Pool(Accessible):
 
     # -- allocation ------------------------------------------------------------------------------------------
 
-    def take(self, size: int, stream: Queue) -> tuple[int, Block]:
+    def take(self, size: int, stream: Stream) -> tuple[int, Block]:
         """Allocate ``size`` bytes, to be used first in ``stream``. Returns a tuple of address and block.
 
         Gives CUDA_ERROR_OUT_OF_MEMORY if no rule of :mod:`.allocator` finds a block with memory.
@@ -111,7 +111,7 @@ class Pool(Accessible):
             self.used_high = self.used
         return self.space.base + block.start, block
 
-    def _find(self, size: int, stream: Queue) -> Block:
+    def _find(self, size: int, stream: Stream) -> Block:
         """Find a block with memory under its first ``size`` bytes, by the rules of :mod:`.allocator`. By rule 6,
         ``stream`` waits for the free of another stream. Gives CUDA_ERROR_OUT_OF_MEMORY if no rule finds a block.
         """
@@ -139,7 +139,7 @@ class Pool(Accessible):
             stream.submit(Mark())
         return block
 
-    def free(self, block: Block, size: int, stream: Queue) -> None:
+    def free(self, block: Block, size: int, stream: Stream) -> None:
         """Free a block in the order of ``stream``. ``size``: number of bytes that the allocation requested.
 
         ``stream`` can reuse the block at once, other streams by rules 3 and 4 of :mod:`.allocator`.
@@ -202,7 +202,7 @@ class Pool(Accessible):
             self._banks.trim(self.space)
         return False
 
-    def _wait_for(self, block: Block, stream: Queue) -> None:
+    def _wait_for(self, block: Block, stream: Stream) -> None:
         """Make ``stream`` wait for the last free in the stream that left ``block``. This wait is not recorded in
         clocks.
         """
@@ -297,7 +297,7 @@ class OpenedPool(Accessible):
         self.access: dict[int, int] = {}
         self.imports: int = 0
         """Number of allocations of the pool that are imported now."""
-        self.freed: dict[int, tuple[Queue, int]] = {}
+        self.freed: dict[int, tuple[Stream, int]] = {}
         """For each stream that freed an imported allocation, by its number: a tuple of the stream and the number of its
         last such operation.
         """
@@ -321,7 +321,7 @@ class OpenedPool(Accessible):
             self._views.append(self._arenas.add(view))
         return next(view for view in self._views if offset + size <= view.size).base + offset
 
-    def free(self, block: Block, size: int, stream: Queue) -> None:
+    def free(self, block: Block, size: int, stream: Stream) -> None:
         """Free an imported allocation in the order of ``stream``. The free affects only this process."""
         self.imports -= 1
         self.freed[stream.id] = (stream, stream.submit(Operation()))

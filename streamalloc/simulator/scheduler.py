@@ -1,8 +1,8 @@
 """Streams as queues of operations, their clocks, and the worker thread that runs the operations.
 
-Every stream (:class:`Queue`) numbers its operations. Each stream has a vector clock: for each other stream, the highest
-number of an operation that certainly runs before the stream's next operation. The host also has such a clock, which
-only synchronising calls advance.
+Every stream (:class:`Stream`) numbers its operations. Each stream has a vector clock: for each other stream, the
+highest number of an operation that certainly runs before the stream's next operation. The host also has such a clock,
+which only synchronising calls advance.
 
 An operation runs on the submitting thread if nothing delays its stream. Otherwise it is queued, and a daemon thread
 runs it as soon as possible, even if the host makes no further calls. All state here is guarded by the lock of
@@ -30,7 +30,7 @@ Clock = dict[int, int]
 """Vector clock of a stream or of the host: for each stream, by its number, the highest number of an operation that
 certainly precedes the owner's next operation.
 """
-Points: TypeAlias = "tuple[tuple[Queue, int], ...]"
+Points: TypeAlias = "tuple[tuple[Stream, int], ...]"
 """Operations, each as a tuple of its stream and its number in the stream."""
 
 ALL = 1 << 62
@@ -156,7 +156,7 @@ class HostFunction(Operation):
             call_lock.leave()
 
 
-class Queue:
+class Stream:
     """Stream of a context: a queue of operations. An operation that fails breaks the context."""
 
     def __init__(self, scheduler: Scheduler, handle: int, context: Any, blocking: bool, priority: int) -> None:
@@ -167,9 +167,9 @@ class Queue:
         self.blocking = blocking
         self.priority = priority
         # The legacy stream with which this blocking stream synchronises; None for other streams.
-        self.legacy: Queue | None = None
+        self.legacy: Stream | None = None
         # For a legacy stream: the blocking streams of its context. None for other streams.
-        self.peers: dict[Queue, None] | None = None
+        self.peers: dict[Stream, None] | None = None
         self.operations: deque[Operation] = deque()
         """Operations that have not finished, in their order."""
         self.seq: int = 0
@@ -234,7 +234,7 @@ class Queue:
         if clock is None:
             clock = self.clock
         if self.peers is not None:
-            others: Iterable[Queue] = self.peers
+            others: Iterable[Stream] = self.peers
         elif self.legacy is not None:
             others = (self.legacy,)
         else:
@@ -300,7 +300,7 @@ class Queue:
             return True
 
 
-def learn(clock: Clock, other: Queue) -> None:
+def learn(clock: Clock, other: Stream) -> None:
     """Merge the clock of ``other``, and the number of its last operation, into ``clock``."""
     if clock.get(other.id, 0) < other.seq:
         merge(clock, other.clock)
@@ -320,8 +320,8 @@ class Scheduler:
         self._asleep: list[_thread.LockType] = []
         """One lock for each thread that waits. Releasing the lock wakes the thread."""
         self._waiters = 0
-        self._busy: dict[int, Queue] = {}
-        self.streams: dict[int, Queue] = {}
+        self._busy: dict[int, Stream] = {}
+        self.streams: dict[int, Stream] = {}
         self.ranks: dict[int, int] = {}
         """Ranks of streams by stream number. Pools search the memory that streams left in the order of their ranks. A
         stream gets the lowest free rank at its first use of any pool, even in a capture, at its first launch of a graph
@@ -334,7 +334,7 @@ class Scheduler:
         self._random = None if seed is None else random.Random(seed)
         self.seeded: bool = seed is not None
 
-    def rank(self, stream: Queue) -> None:
+    def rank(self, stream: Stream) -> None:
         """Give a stream the lowest free rank, unless it has a rank. Pools search the memory that streams left in
         ascending order of the streams' ranks.
         """
@@ -342,8 +342,8 @@ class Scheduler:
             self.ranks[stream.id] = heapq.heappop(self._free_ranks) if self._free_ranks else len(self.ranks)
 
     def executed(self, stream: int) -> int:
-        """Return the number up to which the operations of a stream count as done (:attr:`Queue.known`). ``stream``: its
-        number. :data:`ALL` for a stream that was removed.
+        """Return the number up to which the operations of a stream count as done (:attr:`Stream.known`). ``stream``:
+        its number. :data:`ALL` for a stream that was removed.
         """
         found = self.streams.get(stream)
         return ALL if found is None else found.known
@@ -354,13 +354,13 @@ class Scheduler:
         """
         return 0 if stream in self.streams else ALL
 
-    def retire(self, stream: Queue) -> None:
+    def retire(self, stream: Stream) -> None:
         """Record that a stream was destroyed, and remove it once it is idle."""
         stream.destroyed = True
         if not stream.operations:
             self._forget(stream)
 
-    def _forget(self, stream: Queue) -> None:
+    def _forget(self, stream: Stream) -> None:
         """Remove an idle stream. Clocks need no entry for this stream any more, because all its operations count as
         done.
         """
@@ -378,7 +378,7 @@ class Scheduler:
 
     # -- progress --------------------------------------------------------------------------------------------
 
-    def add_busy(self, stream: Queue) -> None:
+    def add_busy(self, stream: Stream) -> None:
         """Make the worker thread run the queued operations of a stream. The thread is started if none runs."""
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
@@ -433,7 +433,7 @@ class Scheduler:
 
         self.wait(is_down)
 
-    def _advance(self, stream: Queue, heavy: bool) -> bool:
+    def _advance(self, stream: Stream, heavy: bool) -> bool:
         progress = False
         queue = stream.operations
         while queue:

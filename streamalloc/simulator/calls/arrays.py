@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments, arrays
 from streamalloc.simulator.allocations import LiveMemory
-from streamalloc.simulator.arguments import Handle, Queue, UnsignedInt, found_in
+from streamalloc.simulator.arguments import Handle, Stream, UnsignedInt, found_in
 from streamalloc.simulator.arrays import TAIL, WHOLE, ArrayLayout, BoxCopy, Part, Remap, Storage, Tile
 from streamalloc.simulator.calls.base import call
 from streamalloc.simulator.calls.copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
@@ -244,12 +244,12 @@ class ArrayCalls(CopyCalls):
 
     def cuMemMapArrayAsync(self, mapInfoList: Any, count: UnsignedInt, hStream: Any) -> None:
         wanted = arguments.structs("mapInfoList", mapInfoList, cuda.CUarrayMapInfo, count)
-        stream: Queue = self._find(Queue, hStream)
+        stream: Stream = self._find(Stream, hStream)
         self._check_launch(stream, "cuMemMapArrayAsync")
         check(count)
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
 
-    def _changes(self, info: Any, stream: Queue) -> list[Change]:
+    def _changes(self, info: Any, stream: Stream) -> list[Change]:
         """Return the changes that one entry of the call's list asks for, one for each tile.
 
         They are in the order of the tiles in the memory: x changes fastest, then y, then z.
@@ -397,7 +397,7 @@ class ArrayCalls(CopyCalls):
     cuMemcpy2DUnaligned = cuMemcpy2D
     cuMemcpy3D = cuMemcpy3DAsync = call(_copy_box)
 
-    def _part(self, copy: Any, side: str, shape: Shape, stream: Queue) -> Part:
+    def _part(self, copy: Any, side: str, shape: Shape, stream: Stream) -> Part:
         array: Array = self._find(Array, getattr(copy, f"{side}Array"))
         x, y, z = (int(_field(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
         if _field(copy, f"{side}LOD") or not shape.size:

@@ -17,7 +17,7 @@ from streamalloc.simulator import arguments, call_lock
 from streamalloc.simulator.errors import BrokenMachineError, Fault, Result, check, code_of, not_modelled
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import is_code
-from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
+from streamalloc.simulator.scheduler import HostFunction, Operation, Stream
 
 Method = Callable[..., Any]
 
@@ -190,14 +190,14 @@ class Calls(Machine):
 
         return HostFunction(self.scheduler, run)
 
-    def _check_launch(self, stream: Queue, name: str) -> None:
+    def _check_launch(self, stream: Stream, name: str) -> None:
         """Raise :class:`NotModelled` if ``stream`` is being captured: the capture of this call, ``name``, is not
         simulated.
         """
         not_modelled(self._captured(stream), f"{name} during stream capture")
 
     def _submit(
-        self, stream: Queue, operation: Operation, kind: str, values: Callable[[], dict[str, Any]] | None = None
+        self, stream: Stream, operation: Operation, kind: str, values: Callable[[], dict[str, Any]] | None = None
     ) -> None:
         """Submit work to a stream.
 
@@ -210,7 +210,7 @@ class Calls(Machine):
         else:
             stream.submit(operation)
 
-    def _captured(self, stream: Queue) -> bool:
+    def _captured(self, stream: Stream) -> bool:
         """Whether ``stream`` is being captured.
 
         Gives CUDA_ERROR_STREAM_CAPTURE_INVALIDATED if the capture is invalid. Calls :meth:`_not_behind_captures` for a
@@ -225,7 +225,7 @@ class Calls(Machine):
         check(capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return True
 
-    def _not_behind_captures(self, stream: Queue) -> None:
+    def _not_behind_captures(self, stream: Stream) -> None:
         """Refuse a call on the legacy stream while a blocking stream of its context is being captured.
 
         It gives CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, and the captures become invalid: work in the legacy stream would
@@ -234,7 +234,7 @@ class Calls(Machine):
         if self.graphs.captures:
             self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
-    def _not_captured(self, stream: Queue) -> None:
+    def _not_captured(self, stream: Stream) -> None:
         """Refuse a call that asks whether work of ``stream`` is done, if a capture forbids such a call.
 
         Such a capture is the capture of the stream itself, or any capture that forbids unsafe calls of this thread.

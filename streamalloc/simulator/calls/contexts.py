@@ -10,7 +10,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments
-from streamalloc.simulator.arguments import Context, ContextOrCurrent, Device, Int, QueueEvent, Size, UnsignedInt
+from streamalloc.simulator.arguments import Context, ContextOrCurrent, Device, Event, Int, Size, UnsignedInt
 from streamalloc.simulator.calls.base import Calls, call
 from streamalloc.simulator.constants import BLOCK, round_up
 from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
@@ -262,7 +262,7 @@ class ContextCalls(Calls):
         self.current()
         return self.profile.stream_priorities
 
-    def cuCtxRecordEvent(self, hCtx: ContextOrCurrent, hEvent: QueueEvent) -> None:
+    def cuCtxRecordEvent(self, hCtx: ContextOrCurrent, hEvent: Event) -> None:
         check(hEvent.context is hCtx, Result.CUDA_ERROR_INVALID_HANDLE)
         self._no_stream_captures(hCtx)
         # The record has no order with other streams. So a host that waits for such an event does not make frees in
@@ -347,7 +347,7 @@ class ContextCalls(Calls):
 
     # -- events of all streams -------------------------------------------------------------------------------
 
-    def cuCtxWaitEvent(self, hCtx: Context, hEvent: QueueEvent) -> None:
+    def cuCtxWaitEvent(self, hCtx: Context, hEvent: Event) -> None:
         """Make all later work of the context wait for the event, also in streams that are created later.
 
         The wait itself is no work: a stream without later work counts as idle (observed on H200: test_limits).

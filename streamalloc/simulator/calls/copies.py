@@ -14,7 +14,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments
 from streamalloc.simulator.allocations import LiveMemory, is_gone, is_reachable
-from streamalloc.simulator.arguments import Context, Queue, Size, UnsignedLongLong
+from streamalloc.simulator.arguments import Context, Size, Stream, UnsignedLongLong
 from streamalloc.simulator.arrays import BoxCopy
 from streamalloc.simulator.calls.base import EDGE_DATA, GONE, call
 from streamalloc.simulator.calls.virtual import VirtualMemoryCalls
@@ -283,11 +283,11 @@ class CopyCalls(VirtualMemoryCalls):
         if destination is None or all(of_host) or (waits and any(of_host)):
             self._finish(stream)
 
-    def _quiet(self, stream: Queue, size: int) -> bool:
+    def _quiet(self, stream: Stream, size: int) -> bool:
         """Whether an operation of ``size`` bytes, submitted now, would run before the call returns."""
         return not stream.catch_up() and stream.idle and size <= STEP and not self.scheduler.seeded
 
-    def _finish(self, stream: Queue) -> None:
+    def _finish(self, stream: Stream) -> None:
         """Wait for the submitted copy, without the effect that a synchronising call has on pools.
 
         Memory freed before the copy does not become reusable for other streams (observed on H200: test_placements's
@@ -455,12 +455,12 @@ class CopyCalls(VirtualMemoryCalls):
         self._copy_all(stream, [self._box_of(one) for one in boxes], _waits_for_box)
         return _NO_COPY_FAILED
 
-    def _stream_of_batch(self, hStream: Any, valid: object) -> Queue:
+    def _stream_of_batch(self, hStream: Any, valid: object) -> Stream:
         handle = arguments.stream(hStream)
         check(self.current_or_none() is not None and valid and handle not in (0, LEGACY_STREAM))
         return self.stream(handle)
 
-    def _copy_all(self, stream: Queue, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
+    def _copy_all(self, stream: Stream, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
         """Submit the copies of a batch: tuples of target, source, shape and source access order. ``waits_for``: decides
         for each copy whether the host waits.
         """

@@ -11,7 +11,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_handle_types
 from streamalloc.simulator import arguments, graphs
-from streamalloc.simulator.arguments import Device, Function, GraphExec, Node, NodeGraph, Queue, Size, UnsignedInt
+from streamalloc.simulator.arguments import Device, Function, GraphExec, Node, NodeGraph, Size, Stream, UnsignedInt
 from streamalloc.simulator.calls.base import EDGE_DATA, call
 from streamalloc.simulator.calls.copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
 from streamalloc.simulator.calls.kernels import KernelCalls, extents_of, node_values
@@ -266,7 +266,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     def _event_record_of_node(self, graph: NodeGraph, event: Any) -> Work:
         check(arguments.event(event))
-        found = self._find(arguments.QueueEvent, event)
+        found = self._find(arguments.Event, event)
         return {"values": {"event": found}, "enter": found.record_in, "operation": None}
 
     def _event_wait_of_node(self, graph: NodeGraph, event: Any) -> Work:
@@ -394,10 +394,10 @@ class GraphCalls(GraphBuildingCalls):
 
     # -- capture ---------------------------------------------------------------------------------------------
 
-    def cuStreamBeginCapture(self, hStream: Queue, mode: Any) -> None:
+    def cuStreamBeginCapture(self, hStream: Stream, mode: Any) -> None:
         GraphCapture(self.graphs, hStream, self._mode_of_capture(hStream, mode))
 
-    def _mode_of_capture(self, stream: Queue, mode: Any) -> int:
+    def _mode_of_capture(self, stream: Stream, mode: Any) -> int:
         """Check that a capture may begin in ``stream``. Returns the capture mode as a number."""
         number = int(mode)
         check(0 <= number <= RELAXED)
@@ -406,7 +406,7 @@ class GraphCalls(GraphBuildingCalls):
         check(stream.capture is None, Result.CUDA_ERROR_ILLEGAL_STATE)
         return number
 
-    def cuStreamEndCapture(self, hStream: Queue) -> Any:
+    def cuStreamEndCapture(self, hStream: Stream) -> Any:
         capture = hStream.capture
         if capture is None:
             self._captured(hStream)
@@ -415,18 +415,18 @@ class GraphCalls(GraphBuildingCalls):
             capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
         return cuda.CUgraph(capture.end().handle)
 
-    def cuStreamIsCapturing(self, hStream: Queue) -> Any:
+    def cuStreamIsCapturing(self, hStream: Stream) -> Any:
         return self._capture_status(hStream)
 
     @staticmethod
-    def _capture_status(stream: Queue) -> Any:
+    def _capture_status(stream: Stream) -> Any:
         if stream.capture is None:
             capturing = [peer for peer in stream.peers or () if peer.capture is not None]
             check(not capturing, Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
             return _INACTIVE
         return _ACTIVE if stream.capture.valid else _INVALIDATED
 
-    def cuStreamGetCaptureInfo(self, hStream: Queue) -> tuple[Any, ...]:
+    def cuStreamGetCaptureInfo(self, hStream: Stream) -> tuple[Any, ...]:
         status = self._capture_status(hStream)
         number, graph, behind = 0, 0, []
         if status is _ACTIVE:
@@ -444,14 +444,14 @@ class GraphCalls(GraphBuildingCalls):
     # -- captures that add to a graph ------------------------------------------------------------------------
 
     def cuStreamBeginCaptureToGraph(
-        self, hStream: Queue, hGraph: Any, dependencies: Any, dependencyData: Any, numDependencies: Size, mode: Any
+        self, hStream: Stream, hGraph: Any, dependencies: Any, dependencyData: Any, numDependencies: Size, mode: Any
     ) -> None:
         number = self._mode_of_capture(hStream, mode)
         graph, after = self._behind(hGraph, dependencies, numDependencies)
         check(not any(capture.graph is graph for capture in self.graphs.captures), Result.CUDA_ERROR_ILLEGAL_STATE)
         GraphCapture(self.graphs, hStream, number, graph, after)
 
-    def _put_behind(self, stream: Queue, dependencies: Any, *more: Any) -> None:
+    def _put_behind(self, stream: Stream, dependencies: Any, *more: Any) -> None:
         count, how = more[-2:]
         check(stream.capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
         check(self._captured(stream) and how in (_ADD, _SET))
@@ -459,7 +459,7 @@ class GraphCalls(GraphBuildingCalls):
         _, nodes = self._behind(capture.graph.handle, dependencies, count)
         capture.put_behind(stream, nodes, how == _SET)
 
-    cuStreamUpdateCaptureDependencies = cuStreamUpdateCaptureDependencies_v2 = call(_put_behind, hStream=Queue)
+    cuStreamUpdateCaptureDependencies = cuStreamUpdateCaptureDependencies_v2 = call(_put_behind, hStream=Stream)
 
     def cuGraphDestroyNode(self, hNode: Node) -> None:
         self._without_memory(hNode.graph).remove(hNode)
@@ -537,7 +537,7 @@ class GraphCalls(GraphBuildingCalls):
         flags = int(instantiateParams.flags)
         made = self._instantiate(hGraph, flags, _UPLOAD)
         if flags & _UPLOAD:
-            self._upload(made, self._find(Queue, instantiateParams.hUploadStream))
+            self._upload(made, self._find(Stream, instantiateParams.hUploadStream))
         instantiateParams.result_out = cuda.CUgraphInstantiateResult.CUDA_GRAPH_INSTANTIATE_SUCCESS
         return cuda.CUgraphExec(made.handle)
 
@@ -560,15 +560,15 @@ class GraphCalls(GraphBuildingCalls):
         instance.keep()
         return instance
 
-    def cuGraphLaunch(self, hGraphExec: GraphExec, hStream: Queue) -> None:
+    def cuGraphLaunch(self, hGraphExec: GraphExec, hStream: Stream) -> None:
         self._check_launch(hStream, "cuGraphLaunch")
         hGraphExec.launch(self.allocations, hStream)
 
-    def _upload(self, instance: GraphExec, stream: Queue) -> None:
+    def _upload(self, instance: GraphExec, stream: Stream) -> None:
         self._check_launch(stream, "cuGraphUpload")
         instance.upload(stream)
 
-    cuGraphUpload = call(_upload, hStream=Queue)
+    cuGraphUpload = call(_upload, hStream=Stream)
 
     def cuGraphExecGetFlags(self, hGraphExec: GraphExec) -> Any:
         return cuda.cuuint64_t(hGraphExec.flags & ~_USE_NODE_PRIORITY)

@@ -31,7 +31,7 @@ from streamalloc.simulator.kernels import BINARIES
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import Intervals, is_accessible
 from streamalloc.simulator.profiles import MachineSpec
-from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
+from streamalloc.simulator.scheduler import HostFunction, Operation, Stream
 
 
 class LaunchShape(NamedTuple):
@@ -678,7 +678,7 @@ class KernelCalls(Calls):
         return Launch(self, context, function, shape, tuple(map(plain, cells))), cells
 
     def _launch_in(
-        self, stream: Queue, function: Function, sizes: Any, params: tuple[Any, Any], cooperative: bool
+        self, stream: Stream, function: Function, sizes: Any, params: tuple[Any, Any], cooperative: bool
     ) -> None:
         shape = self._shape(function, tuple(sizes), cooperative)
         operation, cells = self._launch_of(stream.context, function, shape, params)
@@ -687,8 +687,8 @@ class KernelCalls(Calls):
     def _launch_kernel(self, cooperative: bool, function: Function, *more: Any) -> None:
         self._launch_in(more[7], function, more[:7], (more[8], more[9] if more[9:] else 0), cooperative)
 
-    cuLaunchKernel = call(_launch_kernel, False, hStream=arguments.Queue)
-    cuLaunchCooperativeKernel = call(_launch_kernel, True, hStream=arguments.Queue)
+    cuLaunchKernel = call(_launch_kernel, False, hStream=arguments.Stream)
+    cuLaunchCooperativeKernel = call(_launch_kernel, True, hStream=arguments.Stream)
 
     def cuLaunchKernelEx(self, config: cuda.CUlaunchConfig, f: Function, kernelParams: Any, extra: Any) -> None:
         """Launch a kernel with attributes. Attributes other than clusters and cooperation are ignored, because the

@@ -11,7 +11,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import check_readable, cuda
 from streamalloc.simulator import allocations, arguments
-from streamalloc.simulator.arguments import DevicePointer, HostPointer, Queue, Size, UnsignedInt
+from streamalloc.simulator.arguments import DevicePointer, HostPointer, Size, Stream, UnsignedInt
 from streamalloc.simulator.calls.base import EDGE_DATA, call
 from streamalloc.simulator.calls.virtual import MAPPED_ATTRIBUTES, VirtualMemoryCalls, right_of_current
 from streamalloc.simulator.constants import CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place, round_up
@@ -278,7 +278,7 @@ class MemoryCalls(VirtualMemoryCalls):
         check(self.supports("MANAGED_MEMORY", context.device.ordinal), Result.CUDA_ERROR_NOT_SUPPORTED)
         return cuda.CUdeviceptr(self.managed.allocate(bytesize, context))
 
-    def cuStreamAttachMemAsync(self, hStream: Queue, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
+    def cuStreamAttachMemAsync(self, hStream: Stream, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
         """Check the arguments, and queue an operation without work: on devices with concurrent managed access an
         association has no visible effect.
         """
@@ -322,7 +322,7 @@ class MemoryCalls(VirtualMemoryCalls):
         self, devPtr: DevicePointer, count: Size, location: cuda.CUmemLocation, flags: UnsignedInt, hStream: Any
     ) -> None:
         place = self._place(location, _ANYWHERE)
-        stream = self._find(Queue, hStream)
+        stream = self._find(Stream, hStream)
         check(not flags and count)
         allocation = self._managed(devPtr, count)
         able = self.supports("CONCURRENT_MANAGED_ACCESS", stream.context.device.ordinal)

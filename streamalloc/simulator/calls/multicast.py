@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.simulator.arguments import Device, Handle, Queue, Size
+from streamalloc.simulator.arguments import Device, Handle, Size, Stream
 from streamalloc.simulator.calls.base import Method, call
 from streamalloc.simulator.calls.copies import CopyCalls, PlannedCopy, Put
 from streamalloc.simulator.calls.virtual import team_of
@@ -217,7 +217,7 @@ class MulticastCalls(CopyCalls):
 
     # -- multimem operations, for Python functions that replace kernels (streamalloc.testing) ----------------
 
-    def multimem_update(self, hStream: Queue, address: int, size: int, apply: Put) -> None:
+    def multimem_update(self, hStream: Stream, address: int, size: int, apply: Put) -> None:
         """Queue an operation that calls ``apply(where, offset, size)`` for the bytes of each replica of a range.
 
         ``where``: address of the bytes; ``offset``: their offset in the range. Raises ``ValueError`` if the range is
@@ -227,7 +227,7 @@ class MulticastCalls(CopyCalls):
         self._check_replicated(hStream, address, size, READ_WRITE)
         hStream.submit(Update(self, hStream.context, address, size, apply))
 
-    def multimem_gather(self, hStream: Queue, target: int, address: int, size: int, combine: Combine) -> None:
+    def multimem_gather(self, hStream: Stream, target: int, address: int, size: int, combine: Combine) -> None:
         """Queue an operation that combines the replicas of a range, and stores the result at ``target``.
 
         ``combine`` is called for one part of the range at a time (:class:`Gather`). It gets a list with the bytes of
@@ -238,7 +238,7 @@ class MulticastCalls(CopyCalls):
         self._check_fill(target, size, hStream.context)
         hStream.submit(Gather(self, hStream.context, target, address, size, combine))
 
-    def _check_replicated(self, stream: Queue, address: int, size: int, needed: int) -> None:
+    def _check_replicated(self, stream: Stream, address: int, size: int, needed: int) -> None:
         not_modelled(self.graphs.captures, "kernels during a stream capture")
         found = self.team_at(address)
         if found is None or address + size > found[0].end:

@@ -8,7 +8,7 @@ from typing import Any
 from streamalloc.driver.bindings import check_readable, cuda, read_handle_types
 from streamalloc.simulator import arguments
 from streamalloc.simulator.allocations import DeviceMemory, GraphAllocation, PoolMemory
-from streamalloc.simulator.arguments import Device, DeviceNumber, DevicePointer, PoolHandle, Queue, Size
+from streamalloc.simulator.arguments import Device, DeviceNumber, DevicePointer, PoolHandle, Size, Stream
 from streamalloc.simulator.calls.base import Calls
 from streamalloc.simulator.constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, HandleType, Location, Place
 from streamalloc.simulator.errors import Result, check, need, not_modelled
@@ -245,14 +245,14 @@ class PoolCalls(Calls):
 
     # -- allocation ------------------------------------------------------------------------------------------
 
-    def cuMemAllocAsync(self, bytesize: Size, hStream: Queue) -> Any:
+    def cuMemAllocAsync(self, bytesize: Size, hStream: Stream) -> Any:
         pool = self.pools.current_or_default(Place(Location.DEVICE, hStream.context.device.ordinal))
         return cuda.CUdeviceptr(self._allocate_ordered(bytesize, pool, hStream))
 
-    def cuMemAllocFromPoolAsync(self, bytesize: Size, pool: PoolHandle, hStream: Queue) -> Any:
+    def cuMemAllocFromPoolAsync(self, bytesize: Size, pool: PoolHandle, hStream: Stream) -> Any:
         return cuda.CUdeviceptr(self._allocate_ordered(bytesize, self.pools.get(pool), hStream))
 
-    def _allocate_ordered(self, size: int, pool: Pool, stream: Queue) -> int:
+    def _allocate_ordered(self, size: int, pool: Pool, stream: Stream) -> int:
         captured = False
         if self.graphs.captures:
             captured = self._captured(stream)
@@ -268,7 +268,7 @@ class PoolCalls(Calls):
         self.allocations.add(PoolMemory(address, size, pool.device, stream.context, pool, block))
         return address
 
-    def cuMemFreeAsync(self, dptr: DevicePointer, hStream: Queue) -> None:
+    def cuMemFreeAsync(self, dptr: DevicePointer, hStream: Stream) -> None:
         stream = hStream
         if self.graphs.captures:
             if self._captured(stream):

@@ -29,7 +29,7 @@ from streamalloc.simulator.allocator import USED, Block
 from streamalloc.simulator.arguments import DevicePointer, HostPointer, MemoryHandle, PoolHandle, UnsignedLongLong
 from streamalloc.simulator.calls.virtual import VirtualMemoryCalls
 from streamalloc.simulator.constants import BLOCK, HANDLE_BYTES, HIDDEN, EventFlag, HandleType, Location, device_place
-from streamalloc.simulator.contexts import TABLE_BYTES, TABLE_EVENTS, Context, EventTable, QueueEvent, SharedEvent
+from streamalloc.simulator.contexts import TABLE_BYTES, TABLE_EVENTS, Context, Event, EventTable, SharedEvent
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.files import Label, reach, recognise
 from streamalloc.simulator.memory import Physical, ReservedExtent, is_accessible
@@ -394,7 +394,7 @@ class SharingCalls(VirtualMemoryCalls):
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def cuIpcGetEventHandle(self, event: arguments.QueueEvent) -> Any:
+    def cuIpcGetEventHandle(self, event: arguments.Event) -> Any:
         self.current()
         check(event.flags & EventFlag.INTERPROCESS and not event.opened, Result.CUDA_ERROR_INVALID_HANDLE)
         shared = event.shared or event.share(self._new_event())
@@ -413,7 +413,7 @@ class SharingCalls(VirtualMemoryCalls):
         context = self.current()
         self._not_during_capture()
         shared = self._open_event(data)
-        event = QueueEvent(context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True)
+        event = Event(context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True)
         return cuda.CUevent(self.events.add(event).handle)
 
     def _open_event(self, data: bytes) -> SharedEvent:

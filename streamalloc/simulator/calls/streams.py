@@ -12,7 +12,7 @@ from typing import Any
 from streamalloc.driver.bindings import WAIT_COMPARISONS, cuda, opaque_bytes, opaque_struct
 from streamalloc.simulator import arguments, constants, contexts
 from streamalloc.simulator.allocations import GraphAllocation, PoolMemory, is_gone
-from streamalloc.simulator.arguments import HostPointer, Int, Queue, QueueEvent, StreamCallback, UnsignedInt
+from streamalloc.simulator.arguments import Event, HostPointer, Int, Stream, StreamCallback, UnsignedInt
 from streamalloc.simulator.calls.base import GONE, Calls, call
 from streamalloc.simulator.constants import HANDLE_BYTES, LEGACY_STREAM, READ_WRITE, EventFlag, device_place
 from streamalloc.simulator.contexts import Context
@@ -95,21 +95,21 @@ class StreamCalls(Calls):
 
     cuStreamCreate = call(_create_stream)
 
-    def cuStreamDestroy(self, hStream: Queue) -> None:
+    def cuStreamDestroy(self, hStream: Stream) -> None:
         check(hStream.handle not in (LEGACY_STREAM, constants.PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
         if hStream.capture is not None:
             hStream.capture.valid = False
             hStream.capture.leave(hStream)
         self.destroy_stream(hStream)
 
-    def cuStreamQuery(self, hStream: Queue) -> None:
+    def cuStreamQuery(self, hStream: Stream) -> None:
         self._not_captured(hStream)
         if not hStream.idle and not self.scheduler.seeded:
             self.scheduler.pump()
         check(hStream.idle, Result.CUDA_ERROR_NOT_READY)
         hStream.context.check()
 
-    def cuStreamSynchronize(self, hStream: Queue) -> None:
+    def cuStreamSynchronize(self, hStream: Stream) -> None:
         self._not_captured(hStream)
         head = hStream.operations[0] if hStream.operations else None
         if isinstance(head, HostFunction) and head.ident == self.scheduler.caller.ident:
@@ -122,7 +122,7 @@ class StreamCalls(Calls):
         self.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
         hStream.context.check()
 
-    def _shown(self, describe: Callable[[Queue], object], breaks: bool, stream: Queue) -> Any:
+    def _shown(self, describe: Callable[[Stream], object], breaks: bool, stream: Stream) -> Any:
         """Return a property of a stream, as ``describe`` reads it.
 
         The call fails for the legacy stream while a blocking stream is being captured. With ``breaks`` it also fails
@@ -133,12 +133,12 @@ class StreamCalls(Calls):
             self._spoil([stream.capture])
         return describe(stream)
 
-    cuStreamGetFlags = call(_shown, lambda it: 0 if it.blocking else _NON_BLOCKING, True, hStream=Queue)
-    cuStreamGetPriority = call(_shown, lambda stream: stream.priority, False, hStream=Queue)
-    cuStreamGetDevice = call(_shown, lambda it: cuda.CUdevice(it.context.device.ordinal), True, hStream=Queue)
-    cuStreamGetId = call(_shown, lambda stream: stream.id, True, hStream=Queue)
+    cuStreamGetFlags = call(_shown, lambda it: 0 if it.blocking else _NON_BLOCKING, True, hStream=Stream)
+    cuStreamGetPriority = call(_shown, lambda stream: stream.priority, False, hStream=Stream)
+    cuStreamGetDevice = call(_shown, lambda it: cuda.CUdevice(it.context.device.ordinal), True, hStream=Stream)
+    cuStreamGetId = call(_shown, lambda stream: stream.id, True, hStream=Stream)
 
-    def cuStreamGetCtx(self, hStream: Queue) -> Any:
+    def cuStreamGetCtx(self, hStream: Stream) -> Any:
         self._not_behind_captures(hStream)
         # The call is allowed during a capture unless the capture is invalid (observed on H200: test_capture).
         check(hStream.capture is None or hStream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
@@ -146,7 +146,7 @@ class StreamCalls(Calls):
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def cuStreamWaitEvent(self, hStream: Queue, hEvent: QueueEvent, Flags: UnsignedInt) -> None:
+    def cuStreamWaitEvent(self, hStream: Stream, hEvent: Event, Flags: UnsignedInt) -> None:
         # The stream's capture is checked before the event, even if the event was never recorded (observed on H200:
         # test_capture).
         captured = self._captured(hStream)
@@ -170,12 +170,12 @@ class StreamCalls(Calls):
             return
         hEvent.make_wait(hStream)
 
-    def cuLaunchHostFunc(self, hStream: Queue, fn: arguments.HostFunctionHandle, userData: HostPointer) -> None:
+    def cuLaunchHostFunc(self, hStream: Stream, fn: arguments.HostFunctionHandle, userData: HostPointer) -> None:
         operation = self._host_function(fn, userData)
         self._submit(hStream, operation, "HOST", lambda: {"fn": cuda.CUhostFn(fn), "userData": userData})
 
     def cuStreamAddCallback(
-        self, hStream: Queue, callback: StreamCallback, userData: HostPointer, flags: UnsignedInt
+        self, hStream: Stream, callback: StreamCallback, userData: HostPointer, flags: UnsignedInt
     ) -> None:
         check(not flags)
         not_modelled(not callback, "cuStreamAddCallback without a function: the real driver crashes")
@@ -188,12 +188,12 @@ class StreamCalls(Calls):
     def cuEventCreate(self, Flags: UnsignedInt) -> Any:
         context = self.current()
         check(Flags in _EVENT_FLAGS)
-        return cuda.CUevent(self.events.add(contexts.QueueEvent(context, Flags)).handle)
+        return cuda.CUevent(self.events.add(contexts.Event(context, Flags)).handle)
 
-    def cuEventDestroy(self, hEvent: QueueEvent) -> None:
+    def cuEventDestroy(self, hEvent: Event) -> None:
         del self.events[hEvent.handle]
 
-    def cuEventRecordWithFlags(self, hEvent: QueueEvent, hStream: Queue, flags: UnsignedInt) -> None:
+    def cuEventRecordWithFlags(self, hEvent: Event, hStream: Stream, flags: UnsignedInt) -> None:
         check(flags in (0, _EXTERNAL))
         if not flags:
             self._record(hEvent, hStream)
@@ -202,7 +202,7 @@ class StreamCalls(Calls):
         check(self._captured(hStream))
         hStream.capture.add("EVENT_RECORD", None, hStream, {"event": hEvent}).enter = hEvent.record_in
 
-    def _record(self, event: QueueEvent, stream: Queue) -> None:
+    def _record(self, event: Event, stream: Stream) -> None:
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
         if self._captured(stream):
             # This refusal leaves the capture valid. A later wait for such an event would invalidate it (observed on
@@ -212,9 +212,9 @@ class StreamCalls(Calls):
         else:
             event.record_in(stream)
 
-    cuEventRecord = call(_record, hStream=Queue)
+    cuEventRecord = call(_record, hStream=Stream)
 
-    def _check_captured(self, event: QueueEvent) -> None:
+    def _check_captured(self, event: Event) -> None:
         """Refuse a query of an event whose last record was in a capture, even if this capture has ended or is invalid.
 
         If the capture is running and valid, it becomes invalid.
@@ -223,14 +223,14 @@ class StreamCalls(Calls):
             check(event.capture.running and event.capture.valid)
             self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
 
-    def cuEventQuery(self, hEvent: QueueEvent) -> None:
+    def cuEventQuery(self, hEvent: Event) -> None:
         self._check_captured(hEvent)
         self._unsafe_during_capture()
         if not hEvent.complete and not self.scheduler.seeded:
             self.scheduler.pump()
         check(hEvent.complete, Result.CUDA_ERROR_NOT_READY)
 
-    def cuEventSynchronize(self, hEvent: QueueEvent) -> None:
+    def cuEventSynchronize(self, hEvent: Event) -> None:
         self._check_captured(hEvent)
         self._unsafe_during_capture()
         elsewhere = hEvent.elsewhere
@@ -245,7 +245,7 @@ class StreamCalls(Calls):
                 self.synchronize(record.clock, lambda: record.complete)
             record.stream.context.check()
 
-    def cuEventElapsedTime(self, hStart: QueueEvent, hEnd: QueueEvent) -> float:
+    def cuEventElapsedTime(self, hStart: Event, hEnd: Event) -> float:
         records = []
         for event in (hStart, hEnd):
             check(event.capture is None or (event.capture.running and event.capture.valid))
@@ -261,13 +261,13 @@ class StreamCalls(Calls):
 
     # -- attributes: they are kept, and change nothing but the priority that a stream says it has --------------
 
-    def cuStreamGetAttribute(self, hStream: Queue, attr: Any) -> Any:
+    def cuStreamGetAttribute(self, hStream: Stream, attr: Any) -> Any:
         stream, number = hStream, int(attr)
         check(number in _DEFAULTS or number == _PRIORITY)
         kept = {_PRIORITY: _NUMBER.pack(stream.priority), **_DEFAULTS, **stream.attributes}[number]
         return opaque_struct("CUstreamAttrValue", kept.ljust(HANDLE_BYTES, b"\0"))
 
-    def cuStreamSetAttribute(self, hStream: Queue, attr: Any, value: Any) -> None:
+    def cuStreamSetAttribute(self, hStream: Stream, attr: Any, value: Any) -> None:
         stream, number = hStream, int(attr)
         not_modelled(value is None, "cuStreamSetAttribute of None: the real driver crashes")
         given = opaque_bytes(value)
@@ -280,7 +280,7 @@ class StreamCalls(Calls):
         stream.attributes[number] = given[: len(_DEFAULTS[number])]
 
     @staticmethod
-    def _check(stream: Queue, number: int, given: bytes) -> None:
+    def _check(stream: Stream, number: int, given: bytes) -> None:
         if number == _POLICY:
             check(_NUMBER.unpack_from(given)[0] in _POLICIES)
         elif number == _DOMAIN:
@@ -292,11 +292,11 @@ class StreamCalls(Calls):
             check(0 <= ratio <= 1 and missing != _PERSISTING)
             check(size <= stream.context.device.attributes["MAX_ACCESS_POLICY_WINDOW_SIZE"])
 
-    def cuStreamCopyAttributes(self, dst: Queue, src: Queue) -> None:
+    def cuStreamCopyAttributes(self, dst: Stream, src: Stream) -> None:
         check(dst.context is src.context)
         dst.attributes, dst.priority = dict(src.attributes), src.priority
 
-    def _one(self, kind: int, stream: Queue, address: int, value: int, flags: int) -> None:
+    def _one(self, kind: int, stream: Stream, address: int, value: int, flags: int) -> None:
         operation = self._word_operation(stream.context, kind, address, value, flags, self._captured(stream))
         self._submit(stream, operation, "BATCH_MEM_OP")
 
@@ -305,7 +305,7 @@ class StreamCalls(Calls):
     cuStreamWriteValue32 = call(_one, _WRITE_32, value=arguments.Word32)
     cuStreamWriteValue64 = call(_one, _WRITE_64, value=arguments.Word64)
 
-    def cuStreamBatchMemOp(self, stream: Queue, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
+    def cuStreamBatchMemOp(self, stream: Stream, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
         captured = self._captured(stream)
         operation = self._batch(stream.context, paramArray, count, flags, captured)
         if captured or count:
