@@ -22,7 +22,7 @@ from streamalloc.driver import Driver
 from streamalloc.formats.html import Row, Shown, mib, place, table
 from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
 from streamalloc.ipc.internal import deadline_after, left
-from streamalloc.multicast.setup import steps
+from streamalloc.multicast.setup import collective
 from streamalloc.multicast.setup.plan import Plan
 from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources, finish_all, run_until
@@ -180,7 +180,7 @@ class SymmetricMemory(Closes, Shown):
         group = None if devices is not None else as_communicator(communicator)
         self._owned = group is not communicator
         if devices is not None:
-            steps.check_devices(communicator, device, devices, handle_type)
+            collective.check_devices(communicator, device, devices, handle_type)
         self._group = team = RankGroup(group, 1 if devices is None else len(devices))
         self._leaving = False
         """Whether all ranks have agreed to close. If the release then fails, the next :meth:`close` only retries the
@@ -188,18 +188,18 @@ class SymmetricMemory(Closes, Shown):
         """
         self.timeout: float | None = timeout
         """Seconds that :meth:`close` may take; None: the communicator's limit for each call."""
-        arguments = steps.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
+        arguments = collective.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
         given = dict(enumerate(devices or ())) if device is None else {team.local[0]: device}
-        deadline = steps.deadline_or_none(timeout)
+        deadline = collective.deadline_or_none(timeout)
         with contextlib.ExitStack() as undo:
             # After an error these run from the last to the first: release this rank's resources, wait until the other
             # ranks have released their resources, and close the communicator, which the wait needs.
             undo.enter_context(undoing(self._close_communicator))
             undo.enter_context(undoing(functools.partial(team.barrier_after_failure, deadline)))
-            plan, chosen = steps.agree(team, arguments, given, driver, deadline)
+            plan, chosen = collective.agree(team, arguments, given, driver, deadline)
             resources = RankResources(session_of(chosen[team.local[0]]), chosen, team.size, plan.physical_bytes)
             undo.enter_context(undoing(functools.partial(deferred_queue(resources.session).end, resources)))
-            bases = steps.set_up(team, resources, plan, deadline)
+            bases = collective.set_up(team, resources, plan, deadline)
             self._signals = Signals(plan.layout, bases)
             self._describe(team, plan, resources, bases)
             self._finalizer = weakref.finalize(self, _drop, _DroppedMemory(resources, self._signals), repr(self))
@@ -480,7 +480,7 @@ class SymmetricMemory(Closes, Shown):
         """
         if self.closed:
             return
-        steps.check_no_capture(self._resources.session)
+        collective.check_no_capture(self._resources.session)
         deadline = deadline_after(self.timeout if timeout is None else timeout)
         failures: list[CudaError] = []
         if not self._leaving:
@@ -523,7 +523,7 @@ class SymmetricMemory(Closes, Shown):
         """
         if self.closed:
             return
-        steps.check_no_capture(self._resources.session)
+        collective.check_no_capture(self._resources.session)
         failures = _satisfy_and_finish(self._resources, self._signals, deadline_after(timeout))
         self._release()
         if failures:

@@ -18,7 +18,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.ipc import GroupError
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
-from streamalloc.multicast.setup import steps
+from streamalloc.multicast.setup import collective
 from streamalloc.multicast.setup.rank_group import RankGroup, rank_at_fault
 from tests.ipc.support import state
 from tests.multicast.ranks import Crew, Meddled, Rank
@@ -148,7 +148,7 @@ def test_a_rank_that_fails_ends_the_step_of_its_process() -> None:
 @pytest.mark.parametrize("result", ["CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"])
 def test_an_attribute_that_the_driver_lacks(machine: Any, result: str) -> None:
     device = sa.Device(0, driver=sd.faulty(machine, "cuDeviceGetAttribute", result=result))
-    assert steps._has(device, "MULTICAST_SUPPORTED") is False
+    assert collective._has(device, "MULTICAST_SUPPORTED") is False
 
 
 def test_interrupts_are_told_to_the_others(crew: Crew) -> None:
