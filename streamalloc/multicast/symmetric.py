@@ -482,14 +482,14 @@ class SymmetricMemory(Closes, Shown):
             return
         collective.check_no_capture(self._resources.session)
         deadline = deadline_after(self.timeout if timeout is None else timeout)
-        failures: list[CudaError] = []
+        failed: list[CudaError] = []
         if not self._leaving:
             devices = self._resources.devices
             try:
                 # The first step is a barrier of the hosts. After that, all ranks have queued the signals for which
                 # other devices wait.
-                self._group.step("close", lambda rank: None, deadline)
-                self._group.step("close", lambda rank: failures.extend(finish_all([devices[rank]], deadline)), deadline)
+                self._group.step("meet", lambda rank: None, deadline)
+                self._group.step("finish", lambda rank: failed.extend(finish_all([devices[rank]], deadline)), deadline)
             except SymmetricMemoryError as first:
                 try:
                     self.abandon(_GRACE if deadline is None else max(left(deadline), _GRACE))
@@ -499,8 +499,8 @@ class SymmetricMemory(Closes, Shown):
             self._leaving = True
         self._release()
         self._close_communicator()
-        if failures:
-            raise failures.pop(0)
+        if failed:
+            raise failed.pop(0)
 
     def abandon(self, timeout: float = _ABANDON_TIMEOUT) -> None:
         """Release this rank's resources without the other ranks, for example after a rank has died.

@@ -237,7 +237,7 @@ class TestInOneProcess:
             memory.buffers[0].fill(1, streams[1])
             with pytest.raises(SymmetricMemoryError, match="has not done its work in time") as raised:
                 memory.close(timeout=0.05)
-            assert (raised.value.rank, raised.value.step) == (1, "close")
+            assert (raised.value.rank, raised.value.step) == (1, "finish")
             gate.open()
         memory.close()
         assert memory.closed
@@ -568,7 +568,7 @@ class TestOneThatDies(InTwoProcesses):
         filled(memory.buffers[0], 5)
         partner.kill()
         assert pending(stream)
-        with pytest.raises(SymmetricMemoryError, match=r"rank 1 failed in step 'close': .* is gone") as raised:
+        with pytest.raises(SymmetricMemoryError, match=r"rank 1 failed in step 'meet': .* is gone") as raised:
             memory.close()
         assert isinstance(raised.value.__cause__, ipc.PeerGoneError)
         assert memory.closed and executed(stream)

@@ -256,7 +256,7 @@ def test_errors_travel() -> None:
 RANKS = 3
 LIMIT = 10.0
 # The call before which a rank is killed.
-KILLED_AT = CALLS | {"exchange": "", "clear": "cuMemcpyAsync", "close": "cuCtxSynchronize"}
+KILLED_AT = CALLS | {"exchange": "", "clear": "cuMemcpyAsync", "finish": "cuCtxSynchronize"}
 
 
 class Outcome(NamedTuple):

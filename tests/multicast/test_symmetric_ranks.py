@@ -290,7 +290,7 @@ class TestTheEnd:
                 time.sleep(0.4)
                 with pytest.raises(SymmetricMemoryError) as raised:
                     memory.close()
-                assert (raised.value.rank, raised.value.step) == (0, "close")
+                assert (raised.value.rank, raised.value.step) == (0, "meet")
             assert memory.closed
             memory.close()
 
@@ -299,7 +299,7 @@ class TestTheEnd:
             assert outcomes[0] is None
             for error in outcomes[1:]:
                 assert isinstance(error, SymmetricMemoryError)
-                assert (error.rank, error.step) == (0, "close") and "rank 0 did not come" in error.reason
+                assert (error.rank, error.step) == (0, "meet") and "rank 0 did not come" in error.reason
             del outcomes, error
             assert crew.left == [{}] * 3
 
@@ -316,7 +316,7 @@ class TestTheEnd:
                 memory.close()
 
             for rank, error in enumerate(crew.outcomes(closed_before)):
-                assert isinstance(error, SymmetricMemoryError) and error.step == "close"
+                assert isinstance(error, SymmetricMemoryError) and error.step == "meet"
                 assert error.rank == rank and "was closed" in error.reason
             assert crew.left == [{}] * 2
 

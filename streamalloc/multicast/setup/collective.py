@@ -18,8 +18,8 @@ on one rank fails on all (:meth:`RankGroup.step`). :class:`SymmetricMemoryError`
 
 Steps 3 to 5 are left out if one process has all ranks, steps 6 and 7 without a multicast object.
 
-:meth:`SymmetricMemory.close` does the step ``close`` twice before it releases the memory: the first time the ranks only
-meet, the second time each waits until its devices are idle.
+:meth:`SymmetricMemory.close` does two steps before it releases the memory: in ``meet`` the ranks only wait for each
+other, in ``finish`` each waits until its devices are idle.
 """
 
 from __future__ import annotations

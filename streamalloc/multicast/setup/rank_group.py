@@ -2,6 +2,18 @@
 
 After each step every rank sends its outcome to all others, even if the step failed on this rank. So no rank waits for a
 rank that has failed, and all ranks make the same calls of the communicator in the same order.
+
+The layers below a step, between processes of one machine (:mod:`streamalloc.ipc`):
+
+1. :meth:`RankGroup.step` calls the function of the step for the ranks of this process.
+2. ``RankGroup._share`` makes a packet of the outcome: a result or the text of an error. If a rank's packet is an error,
+   it raises :class:`SymmetricMemoryError`.
+3. ``Communicator.allgather`` gives each rank the packets of all. A failed call ends the communicator for good.
+4. ``Mesh.all_to_all`` sends the packet over a channel to each rank, with the name of the call, and compares the names.
+5. ``Channel.send`` writes to a socket, and ends with an error if the other process dies.
+
+A process that has all ranks stops after 2. On several machines, the communicator's own transport takes the place of 4
+and 5.
 """
 
 from __future__ import annotations
@@ -34,7 +46,7 @@ class SymmetricMemoryError(RuntimeError):
         The rank that failed; the lowest if several failed.
     step
         The step that failed: ``"agree"``, ``"create"``, ``"export"``, ``"exchange"``, ``"import"``, ``"add"``,
-        ``"bind"``, ``"reserve"``, ``"map"``, ``"access"``, ``"clear"`` or ``"close"``.
+        ``"bind"``, ``"reserve"``, ``"map"``, ``"access"`` or ``"clear"``; of a close, ``"meet"`` or ``"finish"``.
     reason
         The text of the error on that rank.
     """
