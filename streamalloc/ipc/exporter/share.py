@@ -429,8 +429,22 @@ class _Thing(NamedTuple):
 
 
 def _published(thing: _Thing, options: _Options, exports: Exports) -> Shared:
-    """Make a :class:`Shared` of ``thing``: add the hold, the slot and the announcement to its descriptor. Raises
-    CudaError.
+    """Make a :class:`Shared` of ``thing``: add the parts of its kind to its descriptor. Raises CudaError.
+
+    =============================  =============================  ============================  =========  ===========
+    Kind                           Slot                           Announced by                  Pool mark  Handles
+    =============================  =============================  ============================  =========  ===========
+    buffer of a pool               that of its lease              its stream, or ``stream``     yes        pool
+    array in memory of a pool      new                            its stream, or ``stream``     yes        pool
+    array of ``cuMemAlloc``        new                            its stream, or ``stream``     no         none
+    range, array in mapped memory  new                            its stream, or ``stream``     no         chunks
+    physical memory                new: with ``stream`` or hold   ``stream``, if it was given   no         chunks
+    pool                           new: with a hold               nobody                        yes        pool
+    event                          new: with a hold               nobody                        no         none
+    =============================  =============================  ============================  =========  ===========
+
+    A hold needs a slot, a slot or mark needs a control block, and the control block is a further handle. Chunks with
+    fabric handles have no file descriptors. A hold keeps what has a new slot by a :class:`KeptReferences`.
 
     The hold begins first, then the contents are announced, and only then can anybody have the descriptor. So a refused
     call leaves nothing for importers to wait for, and a free in another thread finds the hold.
