@@ -210,6 +210,8 @@ class Lease(SharedState):
                 # The stream waits for an event and not for ``ready``, because importers can write to ``ready``.
                 stream.wait(announcer)
             else:
+                # Other code may begin to capture ``announcer`` at any time, also right after it was asked, and an event
+                # would then make ``stream`` a part of that capture.
                 self.block.wait(stream, words.ready, last)
 
     def add_hold(self, hold: Hold) -> None:
