@@ -22,10 +22,13 @@ otherwise the same):
    that the bindings return.
 2. ``calls.pools.PoolCalls._allocate_ordered`` adds a node if the stream is captured. Otherwise it calls
    ``pool.Pool.take``.
-3. ``pool.Pool._find`` looks for a block by the rules of :mod:`.allocator`: one with memory that the stream can use at
-   once, then one that another stream freed, then free addresses, under which it puts memory (``Pool._back``,
-   ``banks.Space.back``).
-4. ``allocations.AllocationTable`` lists the memory by its address, for all later calls.
+3. ``pool.Pool.take`` gives the stream a rank (``scheduler.Scheduler.rank``). ``Pool._find`` looks for a block by the
+   rules of :mod:`.allocator`, which explains the words: one with memory that the stream can use at once, then one that
+   another stream freed (``Pool._left_by_others``), then free addresses, under which it puts memory
+   (``Pool._grow_for``, ``Pool._back``, ``banks.Space.back``).
+4. Except by the first two rules, the allocation takes a number in its stream (``scheduler.Mark``). Ranks and numbers
+   decide where later allocations of other streams lie.
+5. ``allocations.AllocationTable`` lists the memory by its address, for all later calls.
 
 A free is an operation in its stream (``pool.Freed``). The same stream can reuse the block at once; for other streams
 the policies of the pool decide (:mod:`.allocator`, rules 3 and 4).

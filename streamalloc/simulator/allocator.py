@@ -7,11 +7,14 @@ of three states:
 * *left* by a stream: freed in that stream, and no call has found yet that the free has run;
 * free for all streams.
 
-Adjacent blocks that are free for all streams are merged. So are adjacent blocks that the same stream left.
+Adjacent blocks that are free for all streams are merged. So are adjacent blocks that the same stream left. The free
+blocks of one owner lie on a *shelf*, sorted by size: one shelf for each stream, and one for all streams. An allocation
+*carves* its bytes out of a free block: they become a used block, and the rest stays free.
 
-Physical memory is mapped under the addresses in *chunks* of 32 MiB. Each address of a used or left block has memory.
-Blocks that are free for all streams may lack the memory of some or all of their chunks. The *end of the line* is the
-last block, if that is free for all streams.
+Physical memory is mapped under the addresses in *chunks* of 32 MiB. To *back* a chunk is to map its memory. Each chunk
+under a used or left block is backed. Blocks that are free for all streams may lack the memory of some or all of their
+chunks. A backed chunk that lies under no used or left block is *spare*: its memory may be released, or moved to other
+addresses. The *end of the line* is the last block, if that is free for all streams.
 
 The rules for the address of an allocation were found from recordings of random programs on H200s. :meth:`.Pool._find`
 follows them. The allocation takes the first block that is large enough from

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamalloc.simulator import constants
-from streamalloc.simulator.allocator import FREE_FOR_ALL, Block, PoolAddresses
+from streamalloc.simulator.allocator import Block, PoolAddresses
 from streamalloc.simulator.banks import Banks, Space
 from streamalloc.simulator.constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Handles, Location, Place
 from streamalloc.simulator.errors import Fault, Result, check, need
@@ -112,31 +112,44 @@ class Pool(Accessible):
         return self.space.base + block.start, block
 
     def _find(self, size: int, stream: Stream) -> Block:
-        """Find a block with memory under its first ``size`` bytes, by the rules of :mod:`.allocator`. By rule 6,
-        ``stream`` waits for the free of another stream. Gives CUDA_ERROR_OUT_OF_MEMORY if no rule finds a block.
+        """Find a block with memory under its first ``size`` bytes, by the rules of :mod:`.allocator`. By rules 3 to 6
+        the allocation takes a number in ``stream``. Gives CUDA_ERROR_OUT_OF_MEMORY if no rule finds a block.
         """
-        line = self.line
-        block = line.best_own(size, stream.id) or line.best_backed(size)  # rules 1 and 2
-        if block is not None:
-            return block
+        block = self.line.best_own(size, stream.id) or self.line.best_backed(size)  # rules 1 and 2
+        if block is None:
+            block = self._left_by_others(size, stream) or self._grow_for(size, stream)
+            # Without this policy, the allocation is no work of the stream (observed on H200: test_streams).
+            if self.follow_events:
+                stream.submit(Mark())
+        return block
+
+    def _left_by_others(self, size: int, stream: Stream) -> Block | None:
+        """Find a block by rules 3 and 4. By rule 3 the order of the legacy stream is merged into the clock of
+        ``stream``. If rule 4 finds no block, those blocks become free for all streams whose free has run.
+        """
         # Without this policy, the order of the legacy stream is not merged (observed on H200: test_placements).
         if self.follow_events:
             stream.note_order()
-            block = line.best_left(size, lambda other: stream.clock.get(other, 0))  # rule 3
+            block = self.line.best_left(size, lambda other: stream.clock.get(other, 0))
+            if block is not None:
+                return block
+        done = self._scheduler.executed if self.opportunistic else self._scheduler.outlived
+        block = self.line.best_left(size, done)
         if block is None:
-            done = self._scheduler.executed if self.opportunistic else self._scheduler.outlived
-            block = line.best_left(size, done)  # rule 4
-            if block is None:
-                line.free_left(done)
-                block = need(line.best_common(size), Result.CUDA_ERROR_OUT_OF_MEMORY)  # rule 5
-        if block.owner == FREE_FOR_ALL and not self._back(block, size):
-            self.release()
-            left = line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None  # rule 6
-            block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
-            self._wait_for(block, stream)
-        # Without this policy, the allocation is no work of the stream (observed on H200: test_streams).
-        if self.follow_events:
-            stream.submit(Mark())
+            self.line.free_left(done)
+        return block
+
+    def _grow_for(self, size: int, stream: Stream) -> Block:
+        """Find a block by rules 5 and 6. By rule 5 the block gets memory. If memory is missing, the pool releases what
+        is above its threshold, and by rule 6 ``stream`` waits for the free of another stream.
+        """
+        block = need(self.line.best_common(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
+        if self._back(block, size):
+            return block
+        self.release()
+        left = self.line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None
+        block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
+        self._wait_for(block, stream)
         return block
 
     def free(self, block: Block, size: int, stream: Stream) -> None:

@@ -1,5 +1,9 @@
 """Driver calls from methods. :func:`driver_call` makes a call that takes the lock, runs the method and makes the result
 tuple. :class:`Calls`, the base class of all areas, has the rules during stream capture.
+
+The annotation of a parameter is its conversion. For example, ``hStream: Stream`` stands for
+``Annotated[scheduler.Stream, stream, Machine.stream]`` of :mod:`..arguments`. Before the lock, ``stream`` converts the
+argument to the number of a handle. Under the lock, ``Machine.stream`` looks up the object, which the method gets.
 """
 
 from __future__ import annotations
