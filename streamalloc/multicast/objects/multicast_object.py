@@ -445,10 +445,8 @@ class MulticastObject(GenericAllocation):
             ``access`` names another one.
         NotSupportedError
             ``access`` names the host, which cannot use the object.
-        OutOfMemoryError
-            The NVSwitches have no resources left for the object.
-        AddressSpaceError
-            The process has no free address range of this size.
+        OutOfMemoryError, AddressSpaceError
+            The NVSwitches have no resources left for the object, or the process has no free address range of this size.
         """
         self._check_mappable()
         rights = rights_of(access, self._session)
