@@ -369,6 +369,8 @@ def test_memory_that_is_kept_and_was_closed_since(machine: Any) -> None:
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
 @pytest.mark.parametrize("step", ["sleep", "wake"])
 @pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
+# An interrupt inside of Path.read_text leaves its file to the collector.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
 @in_a_thread
 def test_interrupted_at_any_point(
     device: sa.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, on_disk: bool
