@@ -213,7 +213,9 @@ class LibraryStream(Stream):
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called, or the stream's library closed it."""
-        return self._closed or (self.asked is not None and self.asked(self.owner))
+        if not self._closed and self.asked is not None and self.asked(self.owner):
+            self._end_use()
+        return self._closed
 
     def checked_raw(self) -> Any:
         if self.closed:
@@ -227,8 +229,8 @@ class LibraryStream(Stream):
             self._end_use()
 
     def _end_use(self) -> None:
-        self._forbid_direct()
         self._closed = True
+        self._forbid_direct()
         self._spare.end(self._session)
         self._submit_endings()
 

@@ -202,7 +202,7 @@ class Stream(Closes, Shown):
     unlent: Any
     """``CUstream`` if memory may be allocated without a check, because no other code has the handle; else None."""
     usable: bool
-    """Whether direct calls and reuse of cached memory are allowed; the table of the module says when they are not."""
+    """Whether direct calls and reuse of cached memory are allowed; the text of the module says when they are not."""
     thread: int | None = None
     """Identifier of the only thread that may queue work on a per-thread default stream; None for other streams."""
     free_lists: dict[object, dict[int, Any]]
@@ -678,8 +678,8 @@ class OwnStream(Stream):
         """
         # A finaliser adds its entry to `_dropping` before it reads the handle. So after the next two lines, only
         # finalisers that have an entry may use the handle.
-        self._forbid_direct()
         self._closed = True
+        self._forbid_direct()
         self._spare.end(self._session)
         if later or self._dropping:
             deferred_queue(self._session).submit(_LateEnd(self._session, raw, self._dropping))
@@ -787,7 +787,7 @@ class LegacyStream(DefaultStream):
 
     def ready(self, dropping: bool = False) -> Any | None:
         current = self._session.cuCtxGetCurrent  # A function in an attribute is called faster by a local name.
-        if not self.usable or current() != self._current:
+        if current() != self._current or not self.usable:
             return None
         # A free on the legacy stream would invalidate captures of blocking streams. During such a capture
         # cuStreamIsCapturing returns an error for the legacy stream. A finaliser then leaves the free to a deferred
@@ -835,7 +835,7 @@ class PerThreadStream(DefaultStream):
 
     def ready(self, dropping: bool = False) -> Any | None:
         current, mine = self._session.cuCtxGetCurrent, self.thread == get_ident()
-        return self._raw if mine and self.usable and current() == self._current else None
+        return self._raw if mine and current() == self._current and self.usable else None
 
 
 class _ThreadStreams(ThreadLocal, streams=dict):

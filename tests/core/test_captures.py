@@ -595,3 +595,38 @@ def test_streams_of_ours_ask_nothing(traced: Any, device: sa.Device, stream: sa.
         traced.calls.clear()
         pool.allocate(64, stream).free()
         assert names(traced) == ["cuMemAllocFromPoolAsync", "cuMemFreeAsync"]
+
+
+@pytest.mark.parametrize("kind", ["legacy", "per-thread"])
+@pytest.mark.parametrize("act", ["allocate", "free"])
+def test_a_capture_that_begins_while_the_context_is_read(
+    device: sa.Device, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch, kind: str, act: str
+) -> None:
+    session, began, done = session_of(device), threading.Event(), threading.Event()
+    stream = device.default_stream if kind == "legacy" else device.per_thread_stream
+    read, threads = session.cuCtxGetCurrent, []
+
+    def capture() -> None:
+        with device.create_stream(blocking=True) as blocking, blocking.capture("global") as graph:
+            began.set()
+            done.wait(5)
+        graph.close()  # raises above if the capture was invalidated
+
+    def read_and_capture() -> Any:
+        answer = read()
+        if not threads:
+            threads.append(executor.submit(capture))
+            began.wait(5)
+        return answer
+
+    with device.current(), ThreadPoolExecutor(1) as executor:
+        buffer = pool.allocate(64, stream)
+        stream.synchronize()
+        monkeypatch.setattr(session, "cuCtxGetCurrent", read_and_capture)
+        with contextlib.suppress(sa.CaptureError):
+            buffer.free() if act == "free" else pool.allocate(64, stream).free()
+        monkeypatch.undo()
+        done.set()
+        threads[0].result()
+        buffer.close()
+        stream.synchronize()

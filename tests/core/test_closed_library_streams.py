@@ -378,3 +378,17 @@ def test_streams_that_live_as_long_as_their_object_are_not_asked(scene: Scene) -
     for stream in (theirs, closable):
         scene.pool.allocate(64, stream).free(scene.own)
     assert theirs.asked == before[0] and closable.asked > before[1]
+
+
+def test_a_stream_that_is_opened_again_has_work_again(device: sa.Device, pool: sa.MemoryPool) -> None:
+    """Its handle may be the same. That the device was idle after the first close says nothing about later work."""
+    theirs = Closable(device)
+    with pool.allocate(MiB, theirs) as buffer:
+        first, raw = buffer.stream, theirs.raw
+    theirs.raw = None  # as if it were closed
+    device.synchronize()
+    theirs.raw = raw
+    with pool.allocate(MiB, theirs) as buffer:
+        assert buffer.stream is not first and not buffer.stream.drained
+    theirs.close()
+    device.synchronize()

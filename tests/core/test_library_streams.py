@@ -414,7 +414,12 @@ def test_a_stream_that_changes_while_another_thread_allows_fast_paths(device: sa
                 captures.callback(deferred_queue(session_of(device)).captures.clear)
                 captures_changed(session_of(device))
 
-        for stream, captures in interleaved(Stream._allow_direct, make, lambda state: state[0]._allow_direct(), act):
+        def allow(state: tuple[sa.Stream, contextlib.ExitStack]) -> None:
+            state[0]._allow_direct()
+
+        both = [interleaved(Stream._allow_direct, make, allow, act)]
+        both += [interleaved(OwnStream._destroy, make, act, allow)] if change == "close" else []
+        for stream, captures in itertools.chain(*both):
             with captures:
                 assert (stream.direct, stream.unlent, stream.usable) == (None, None, False)
 
