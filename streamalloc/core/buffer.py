@@ -503,7 +503,7 @@ class Buffer(Memory, Closes):
             self.free_on(last, handle)
         elif state.begin_free(self, last, still_imported, timeout):
             try:
-                self.free_on(last, handle)
+                self.free_on(last, last.unlent or last.checked_raw())
             finally:
                 state.end_free(self.freed)
 
@@ -846,6 +846,9 @@ class _FreeDropped(Deferred):
         address = self._raw
         try:
             ordered_after(self._stream, self._free)
+        except NOT_CALLED:
+            # Nothing is raised: the caller has no part in the hazard of the free.
+            return False
         except CudaError as error:
             if not isinstance(error, (CaptureError, NotReadyError)) and not self._warned:
                 self._warned = True

@@ -238,7 +238,11 @@ class Session(_Direct):
             owner._raw = None
             if raw is None:
                 return
-            result = function(raw, *args)[0]
+            try:
+                result = function(raw, *args)[0]
+            except NOT_CALLED:
+                owner._raw = raw
+                raise
         if result:
             if not is_gone(error_from(result, name)):
                 owner._raw = raw

@@ -312,6 +312,7 @@ class Import:
         with self.imports.lock:
             if use not in self.uses:
                 return
+            handle = stream.unlent or stream.checked_raw()
             if len(self.uses) == 1:
                 for event in self.passed:
                     stream.wait(event)
