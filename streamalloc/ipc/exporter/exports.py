@@ -546,8 +546,8 @@ class Exports:
                 owner: Any = known or pointer_attributes(buffer.address, driver=self.session.driver).pool
                 pool, (lease,) = self.pool(owner), self.new_leases()
                 lease.pool, lease.payload = pool, self.export_pointer(buffer.address)
+                buffer.free_by(lease)  # Raises if another thread has freed the buffer meanwhile.
                 self.with_memory.add(lease)
-                buffer.free_by(lease)
         return lease  # type: ignore[no-any-return]
 
     def export_pointer(self, pointer: Any) -> bytes:

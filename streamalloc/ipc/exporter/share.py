@@ -321,21 +321,21 @@ def send(
     exports = None if described.mechanism is Mechanism.PHYSICAL else shared._exports
     known = exports is not None and exports.serve() == described.endpoint and sent.issuperset(shared.handles)
     handles = () if known else shared.fds
-    carried = shared._hold if shared.held else None
-    if carried is None:
+    if shared._lease is None or not shared.held:
         channel.send(described.to_bytes(), handles, timeout=timeout)
     else:
-        # The last handle is one end of a pipe. When every process has closed this end, the hold ends (class Hold).
+        # The message gets a hold of its own: importers of other bytes of ``shared`` end the hold of these bytes. The
+        # last handle is one end of a pipe. When every process has closed this end, the hold ends (class Hold).
         ours, theirs = map(Fd, os.pipe())
+        hold_of_message = Hold(functools.partial(hung_up, ours))
+        shared._lease.add_hold(hold_of_message)
         with theirs:
-            shared._hold, carried.lost = None, functools.partial(hung_up, ours)
             try:
                 channel.send(described.to_bytes(0), (*handles, theirs), timeout=timeout)
             except BaseException:
-                if shared is thing:
-                    shared._hold, carried.lost = carried, bool
+                hold_of_message.end()
                 raise
-        shared._again = None
+        shared.cancel()
     sent.update(shared.handles)
 
 

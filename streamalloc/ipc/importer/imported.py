@@ -351,7 +351,7 @@ class ImportedBuffer(ForeignMemory, Closes):
             # wait forever.
             try:
                 self._import.end_use(self._use, stream, used=False)
-            except CudaError as later:
+            except (CudaError, ClosedError) as later:
                 attach(first, later)
             raise
 
@@ -419,8 +419,9 @@ class ImportedBuffer(ForeignMemory, Closes):
         if self._use not in self._import.uses:
             return
         ordered = as_stream(self._stream if stream is None else stream, self._session, after=True)
-        if self._contents:
+        if self._contents or self._import.from_pool is None:
             ordered.refuse_capture("cuStreamWriteValue32", IN_A_CAPTURE)
+        if self._contents:
             self._await_on(ordered)
         self._import.end_use(self._use, ordered)
         self._import.imports.deferred.work()

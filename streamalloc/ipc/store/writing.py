@@ -410,7 +410,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
     def _check_open(self) -> None:
         if self.closed:
-            raise ClosedError(f"{self!r} was committed or aborted")
+            raise ClosedError(f"{self!r} was committed or aborted, or its connection has ended")
 
     def _finish(self) -> None:
         """Release the writer's mapping by an item of the queue of deferred releases: at once, after the queued copies,

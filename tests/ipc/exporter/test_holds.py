@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -274,3 +275,35 @@ class TestProcesses:
         with pytest.raises(sa.StillImportedError):
             buffer.free(still_imported="raise")
         buffer.free(still_imported="ignore")
+
+
+def test_a_message_keeps_its_hold_if_other_bytes_were_opened(
+    pool: sa.MemoryPool, stream: sa.Stream, pair: Pair
+) -> None:
+    with pool.allocate(SIZE, stream) as buffer:
+        shared = ipc.share(buffer, hold=True)
+        assert bytes(shared)
+        lease: Any = shared._lease
+        mark: Any = shared._hold and shared._hold._mark
+        ipc.send(pair[0], shared)
+        lease.block.mark("hold", mark.number).clear()  # as an importer of the bytes does
+        assert lease._in_transit()
+        pair[1].receive()
+    assert uses(pool)
+
+
+def test_a_stream_that_is_closed_while_a_free_waits(pool: sa.MemoryPool, device: sa.Device) -> None:
+    """The handle that the free had before it waited is not used."""
+    stream = device.create_stream()
+    buffer = pool.allocate(SIZE, stream)
+    shared = ipc.share(buffer, hold=True)
+    with ThreadPoolExecutor(1) as executor:
+        free = executor.submit(buffer.free, still_imported="wait")
+        assert not free.done()
+        stream.close()
+        shared.cancel()
+        with contextlib.suppress(sa.ClosedError):
+            free.result(SECONDS)
+    buffer.close()
+    device.synchronize()
+    assert uses(pool)
