@@ -5,7 +5,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -604,7 +604,8 @@ def test_a_capture_that_begins_while_the_context_is_read(
 ) -> None:
     session, began, done = session_of(device), threading.Event(), threading.Event()
     stream = device.default_stream if kind == "legacy" else device.per_thread_stream
-    read, threads = session.cuCtxGetCurrent, []
+    read = session.cuCtxGetCurrent
+    threads: list[Future[None]] = []
 
     def capture() -> None:
         with device.create_stream(blocking=True) as blocking, blocking.capture("global") as graph:
