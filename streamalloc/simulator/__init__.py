@@ -26,8 +26,8 @@ otherwise the same):
    rules of :mod:`.allocator`, which explains the words: one with memory that the stream can use at once, then one that
    another stream freed (``Pool._left_by_others``), then free addresses, under which it puts memory
    (``Pool._grow_for``, ``Pool._back``, ``banks.Space.back``).
-4. Except by the first two rules, the allocation takes a number in its stream (``scheduler.Mark``). Ranks and numbers
-   decide where later allocations of other streams lie.
+4. If the pool follows event dependencies, the allocation takes a number in its stream (``scheduler.Mark``), except by
+   the first two rules. Ranks and numbers decide where later allocations of other streams lie.
 5. ``allocations.AllocationTable`` lists the memory by its address, for all later calls.
 
 A free is an operation in its stream (``pool.Freed``). The same stream can reuse the block at once; for other streams

@@ -429,8 +429,9 @@ class KeptReferences(Deferred):
 class PoolExport:
     """The exported handle and the id of one pool.
 
-    The object exists while the pool is open or a lease needs it. Its end sets its marks, words in control blocks, to 0.
-    By this change importers detect the end of the pool.
+    The object exists while the pool object exists or a lease needs it. After a close of the pool, the first share of
+    another pool also drops it. Its end sets its marks, words in control blocks, to 0. By this change importers detect
+    the end of the pool.
     """
 
     def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
