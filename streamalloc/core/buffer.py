@@ -486,7 +486,6 @@ class Buffer(Memory, Closes):
             checked_seconds("timeout", timeout)
         ordered = self._ordered_on(stream, after=True)
         self._session.check_process()
-
         ordered.checked_call(self._free_after, ordered, still_imported, timeout)
 
     def _free_after(

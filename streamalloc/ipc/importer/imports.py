@@ -304,14 +304,15 @@ class Import:
             stream.synchronize()
         stream.run_uncaptured("cuMemFreeAsync", IN_A_CAPTURE, self._count_down, use, stream, used)
 
-    def _count_down(self, handle: Any, use: object, stream: Stream, used: bool) -> None:
-        """End a use after the work of ``stream``, whose ``CUstream`` is ``handle``. The last use frees the memory after
-        that work (``cuMemFreeAsync``), or at once (``cuIpcCloseMemHandle``), and ends the uses of the leases. Raises
-        CudaError; the memory then stays, unless it no longer exists.
+    def _count_down(self, _: Any, use: object, stream: Stream, used: bool) -> None:
+        """End a use after the work of ``stream``. The last use frees the memory after that work (``cuMemFreeAsync``),
+        or at once (``cuIpcCloseMemHandle``), and ends the uses of the leases. Raises CudaError; the memory then stays,
+        unless it no longer exists. Raises ClosedError for a stream that was closed meanwhile.
         """
         with self.imports.lock:
             if use not in self.uses:
                 return
+            # The stream may have been closed while this thread waited for the lock, so the handle is read here.
             handle = stream.unlent or stream.checked_raw()
             if len(self.uses) == 1:
                 for event in self.passed:
