@@ -339,6 +339,7 @@ def test_pageable_memory_of_a_batch_is_read_before_the_call_returns(batch: Batch
     gate, plain = batch.rig.gate(), batch.places["plain"]
     for order in (AT_CALL, ANY):
         value(batch.raw.cuMemsetD8(plain, 0, 64))
+        value(batch.raw.cuCtxSynchronize())  # the stream of the copy does not wait for the legacy one
         batch.array[:64] = 1
         gate.hold(batch.stream)
         assert batch.copy("plain pageable", attributes=[batch.attributes(order)]) == "SUCCESS"

@@ -432,6 +432,7 @@ def test_children_are_copies(nodes: Nodes) -> None:
     last = value(outer.fill(plain + 8, child, value=7))
     value(nodes.fill(plain, value=5))
     value(raw.cuMemsetD8(plain, 0, 64))
+    nodes.rig.synchronize()  # the stream of the launch does not wait for the legacy one
     value(raw.cuGraphLaunch(outer.instantiate(), stream))
     assert nodes.rig.read(plain, 32) == [4] * 8 + [7] * 16 + [0] * 8
     assert value(raw.cuGraphGetNodes(value(raw.cuGraphChildGraphNodeGetGraph(child))))[-1] == 1
