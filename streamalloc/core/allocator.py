@@ -8,7 +8,7 @@ allocation function that raises. :class:`PlainMemory` binds its own functions. A
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from streamalloc.core.allocation_hooks import Tap, Watcher, bare, holders, tap_of, watching_of
 from streamalloc.core.buffer import Buffer, BufferSource, GraphBuffer, PoolBuffer, filled
@@ -42,7 +42,9 @@ class Allocator(Unique, BufferSource):
 
     __slots__ = ("__weakref__", "_raw", "alloc_function")
 
-    _inner = ("alloc_function", "alloc_name", "checked_raw", "free_function", "pool_of", "reachable_from")
+    _inner: ClassVar[tuple[str, ...]] = (
+        "alloc_function", "alloc_name", "checked_raw", "free_function", "pool_of", "reachable_from",
+    )  # fmt: skip
 
     alloc_name = "cuMemAllocFromPoolAsync"
     """Name of the driver function behind ``alloc_function``, for errors."""

@@ -45,8 +45,8 @@ The objects of these steps. ``Exports`` and ``Imports`` have those of one driver
 ============  ===================================================  ===================================================
 Subject       In the process that shares                           In the process that opens
 ============  ===================================================  ===================================================
-a pool        ``PoolExport``: its exported handle. Ends after the  ``PoolImport``: the driver's handle of that pool.
-              pool and its leases                                  Ends once it is unused, and closed by its owner
+a pool        ``PoolExport``: its exported handle. Ends with the   ``PoolImport``: the driver's handle of that pool.
+              close of the pool, or with its last lease after it   Ends once it is unused, and closed by its owner
 a lease       ``Lease``: a slot of a control block. Ends with the  ``LeaseUse``: one use of the lease. Ends with the
               free, or with the ``Shared``                         ``Import``, or with the ``ImportedRange``
 memory        ``Buffer``, or another object of the user            ``Import``: one import of an allocation. Each

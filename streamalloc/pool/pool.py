@@ -46,7 +46,7 @@ from streamalloc.core.properties import (
     checked_type,
 )
 from streamalloc.core.resource import Closes, Leaves, Shareable, made_for_sharing
-from streamalloc.core.session import Session, members
+from streamalloc.core.session import Session, members, session_of
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Drawn, Row, gauge, place
@@ -129,7 +129,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         There is not enough memory for ``initial_size``.
     """
 
-    __slots__ = ("_on_oom", "_owner", "allocation_type", "name", "properties")
+    __slots__ = ("_on_oom", "_owner", "allocation_type", "exported", "name", "properties")
+
+    _inner = (*Allocator._inner, "exported")
 
     _owner: object
     """Object of other code that owns the pool, kept alive here; unset or None if there is no such object."""
@@ -139,6 +141,10 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     """Properties of the pool; None for a pool that this class did not create."""
     name: str
     """Name that ``repr``, reports and errors show; empty if none was given."""
+    exported: Any
+    """The pool's exported handle, which :mod:`streamalloc.ipc` keeps here until the pool is closed; None before the
+    pool is shared.
+    """
 
     def __init__(
         self,
@@ -181,18 +187,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
                 if release_threshold is not None:
                     self.attributes.release_threshold = release_threshold
                 if initial_size:
-                    self._prime(initial_size, release_threshold is None)
-
-    def _prime(self, nbytes: int, keep: bool) -> None:
-        """Reserve ``nbytes`` bytes by an allocation that is freed again. With ``keep``, set the release threshold to
-        the number of bytes that are then reserved.
-        """
-        ordinal = self.location.id if self.location.type is MemLocationType.DEVICE else 0
-        with Device(ordinal, driver=self._session.driver).create_stream() as stream:
-            with self.allocate(nbytes, stream):
-                if keep:
-                    self.attributes.release_threshold = self.attributes.reserved_mem_current
-            stream.synchronize()
+                    _prime(self, initial_size, release_threshold is None)
 
     def _open(self, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
         self.location = location
@@ -202,6 +197,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         self._bind(session, session.driver.cuMemAllocFromPoolAsync, raw)
         self.properties = None
         self.closed = False
+        self.exported = None
         self._on_oom = "raise"
         pools_of(session).alive[int(raw)] = self
         pool_locations(session)[int(raw)] = location
@@ -503,6 +499,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         # A bound method would form a reference cycle with the pool: a dropped pool would then wait for the garbage
         # collector.
         self.alloc_function = partial(_refuse, repr(self))
+        # Importers detect the close by the end of the exported handle, which leases of shared memory may delay.
+        self.exported = None
 
     def _no_source(self) -> str:
         if self.properties is not None and self.properties.handle_types:
@@ -527,6 +525,18 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         yield "memory of", place(self.location)
         yield "handle", f"{int(self._raw):#x}"
         yield from ((name.replace("_", " "), gauge(value, now.reserved_high)) for name, value in now._asdict().items())
+
+
+def _prime(pool: MemoryPool, nbytes: int, keep: bool) -> None:
+    """Reserve ``nbytes`` bytes of ``pool`` by an allocation that is freed again. With ``keep``, set the release
+    threshold to the number of bytes that are then reserved.
+    """
+    ordinal = pool.location.id if pool.location.type is MemLocationType.DEVICE else 0
+    with Device(ordinal, driver=session_of(pool).driver).create_stream() as stream:
+        with pool.allocate(nbytes, stream):
+            if keep:
+                pool.attributes.release_threshold = pool.attributes.reserved_mem_current
+        stream.synchronize()
 
 
 class MadeCurrent(Leaves):

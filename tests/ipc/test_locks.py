@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -197,18 +196,6 @@ class TestExporter:
 
         for _ in interleaved(Exports._next_free, make, take, take):
             assert found.count([]) == 1
-
-    def test_pools_are_shared_while_others_are_looked_through(self, owner: Owner) -> None:
-        def make() -> list[sa.MemoryPool]:
-            return [shared_pool(owner.device) for _ in range(2)]
-
-        listed: Any = weakref.WeakKeyDictionary.__iter__
-        for pools in interleaved(
-            listed, make, lambda it: owner.exports.pool(it[0]), lambda it: owner.exports.pool(it[1])
-        ):
-            assert {*pools} <= {*owner.exports._pools}
-            for pool in pools:
-                pool.close()
 
 
 class Imported(NamedTuple):

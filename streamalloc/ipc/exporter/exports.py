@@ -23,7 +23,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from typing import Any
 
 from streamalloc.core.errors import ClosedError, CudaError, StillImportedError, error_from
@@ -429,9 +428,8 @@ class KeptReferences(Deferred):
 class PoolExport:
     """The exported handle and the id of one pool.
 
-    The object exists while the pool object exists or a lease needs it. After a close of the pool, the first share of
-    another pool also drops it. Its end sets its marks, words in control blocks, to 0. By this change importers detect
-    the end of the pool.
+    The object exists until the pool was closed or dropped, and its leases have ended. Its end sets its marks, words in
+    control blocks, to 0. By this change importers detect the end of the pool.
     """
 
     def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
@@ -472,7 +470,6 @@ class Exports:
         self.endpoint: bytes = NOWHERE
         """16 bytes that name the socket of the handle server; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
-        self._pools: weakref.WeakKeyDictionary[MemoryPool, PoolExport] = weakref.WeakKeyDictionary()
         self._uuids: dict[int, bytes] = {}
         self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
         self._handles = weakref.WeakKeyDictionary()
@@ -565,10 +562,10 @@ class Exports:
     def pool(self, pool: MemoryPool) -> PoolExport:
         """Return the exported pool of ``pool``. The first call exports it (``cuMemPoolExportToShareableHandle``).
         Raises ValueError if the pool was not made for sharing (the message says how to make one), ClosedError if it was
-        closed before its export, and CudaError if the driver refuses.
+        closed, and CudaError if the driver refuses.
         """
         with self.lock:
-            found = self._pools.get(pool)
+            found: PoolExport | None = pool.exported
             if found is None:
                 if pool.properties is not None and not pool.properties.handle_types & POSIX:
                     remedy = "make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
@@ -581,9 +578,7 @@ class Exports:
                     raise ValueError(f"{pool!r} cannot be shared: {remedy}")
                 on_device = pool.location.type is MemLocationType.DEVICE
                 device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
-                found = self._pools[pool] = PoolExport(pool, self, device)
-                for closed in [*filter(attrgetter("closed"), list(self._pools))]:
-                    self._pools.pop(closed, None)
+                found = pool.exported = PoolExport(pool, self, device)
             return found
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[ChunkHandle, Fd | None]:

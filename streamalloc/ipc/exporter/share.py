@@ -250,7 +250,8 @@ def share(
     CaptureError
         The stream is being captured.
     ClosedError, CudaError
-        ``thing`` or the stream was closed, or the driver refuses a call.
+        ``thing`` or the stream was closed, or the pool of memory that was not shared before; or the driver refuses a
+        call.
     """
     if handle_type is not None:
         _check_handle_type(thing, handle_type)
@@ -543,7 +544,6 @@ def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> _
 
 
 def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> _Thing:
-    pool._check_open()  # `Exports.pool` also finds a pool that is closed already, so the test has to be made here.
     found = exports.pool(pool)
     return _Thing(Descriptor(Mechanism.POOL), found.device, pool=found)
 

@@ -130,6 +130,18 @@ class TestExporterIsGone:
         assert shows(opened, 5)
         opened.close()
 
+    @pytest.mark.parametrize("freed", [True, False])
+    def test_importers_see_the_close_of_its_pool(self, owner: Partner, stream: sa.Stream, freed: bool) -> None:
+        """Also if it keeps the pool object: at the close, or after the free of shared memory that comes later."""
+        opened = owner.take("buffer", stream)
+        imported = opened._import.from_pool
+        opened.close()
+        stream.synchronize()
+        owner.run(_free_and_close if freed else _close_first)
+        assert imported.ended() == freed
+        owner.run(_free)
+        assert eventually(imported.ended)
+
     @HOW
     def test_a_stream_that_waits_is_released(self, owner: Partner, stream: sa.Stream, how: str) -> None:
         owner.run(steps.hold)
@@ -169,8 +181,16 @@ class TestExporterIsGone:
         event.close()
 
 
+def _free(there: There) -> None:
+    there.kept.pop("buffer").close()
+
+
 def _free_and_close(there: There) -> None:
     there.kept["buffer"].free()
+    _close_first(there)
+
+
+def _close_first(there: There) -> None:
     there.kept["pool"].close()
 
 
