@@ -54,6 +54,8 @@ class Libraries:
         self.most_entries: int = most_entries
         """Largest number of entries that PyTorch's history keeps."""
         self._splits_rmm = splits_rmm
+        self._is_over = False
+        """Whether the block of :meth:`followed` has ended. Libraries may call functions of this object still."""
         self._open = contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -64,15 +66,16 @@ class Libraries:
             found["rmm"] = self._follow_rmm
         finder = _Finder(found)
         for name, follow in found.items():
-            if name in sys.modules:
-                follow(sys.modules[name])
+            # The value None forbids the import of the module.
+            if (module := sys.modules.get(name)) is not None:
+                follow(module)
         sys.meta_path.insert(0, finder)
         try:
             yield self
         finally:
+            self._is_over = True
             sys.meta_path.remove(finder)
             self._open.close()
-            self._take = lambda event: None
             torch = self.torch
             if torch is not None and torch.cuda.is_initialized():
                 torch.cuda.memory._record_memory_history(None)
@@ -138,6 +141,8 @@ class Libraries:
         change(",".join(one for one in (settings, _UNLOCKED) if one))
 
     def _record(self, **more: bool) -> None:
+        if self._is_over:
+            return
         torch, skipped, most = self.torch, ["free_requested"], self.most_entries
         torch.cuda.memory._record_memory_history(
             "all", context=self._stacks, stacks="python", max_entries=most, skip_actions=skipped, **more
@@ -193,11 +198,14 @@ class Libraries:
             def free_postprocess(self, **given: int) -> None:
                 tell(FREED, given)
 
+        # CuPy keeps hooks by thread. The exit raises KeyError if another thread has imported CuPy; its hook then stays.
+        self._open.enter_context(contextlib.suppress(KeyError))
         self._open.enter_context(Hook())
 
     def _happened(self, owner: str, kind: str, address: int, nbytes: int, stream: int) -> None:
-        place = frames_of(sys._getframe(2), _DEPTH)
-        self._take(Event(time_ns(), kind, address, nbytes, int(stream), owner, lambda: place))
+        if not self._is_over:
+            place = frames_of(sys._getframe(2), _DEPTH)
+            self._take(Event(time_ns(), kind, address, nbytes, int(stream), owner, lambda: place))
 
     # -- RMM -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +236,7 @@ class Libraries:
 
         def reinitialized(*args: Any, **named: Any) -> None:
             reinitialize(*args, **named)
-            devices = named.get("devices", 0)
+            devices = named.get("devices", args[4] if len(args) > 4 else 0)
             for device in [devices] if isinstance(devices, int) else devices:
                 per_device(device, around(mr.get_per_device_resource(device)))
 

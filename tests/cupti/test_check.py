@@ -406,7 +406,13 @@ def rmm_module(driver: Any) -> Any:
         def deallocate(self, address: int, nbytes: int, stream: Any) -> None:
             self.free.insert(0, address)
 
-    def reinitialize(pool_allocator: bool = False, devices: Any = 0) -> None:
+    def reinitialize(
+        pool_allocator: bool = False,
+        managed_memory: bool = False,
+        initial_pool_size: Any = None,
+        maximum_pool_size: Any = None,
+        devices: Any = 0,
+    ) -> None:
         # Not by the functions that a program calls.
         module.resources[devices] = PoolMemoryResource(module.mr.CudaMemoryResource())
 
@@ -452,6 +458,16 @@ def test_blocks_of_rmm_are_those_of_the_resource_that_the_program_sets(
     assert [one.kind for one in found] == ["free racing a use"] * (way != "plain" and not ordered)
     for name, mark in (("used", "# used"), ("this call", "# freed"), ("reused", "# reused")):
         assert all(mark in "".join(one.stacks[name]) for one in found), name
+
+
+def test_the_devices_of_rmm_may_be_given_by_position(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rmm = rmm_module(machine)
+    monkeypatch.setitem(sys.modules, "rmm", rmm)
+    with sa.Device(0, driver=machine).current(), Libraries().followed():
+        rmm.reinitialize(True, False, None, None, 7)
+        followed = type(rmm.mr.get_per_device_resource(7)).__name__
+        rmm.resources.pop(7)
+    assert followed == "CallbackMemoryResource"
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Libraries, followed from their import on, with stand-ins for them."""
 
+import importlib
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +22,18 @@ stand_in = Torch(initialized=False)
 cuda, _C = stand_in.cuda, stand_in._C
 """
 _CUPY = """
+import threading
+
+class Hooks(threading.local):
+    def __init__(self): self.of_thread = {}
+
 class cuda:
-    hooks = []
+    found, hooks = Hooks(), []
     class MemoryHook:
-        def __enter__(self): cuda.hooks.append(self)
-        def __exit__(self, *_): cuda.hooks.remove(self)
+        def __enter__(self):
+            cuda.found.of_thread[self.name] = self
+            cuda.hooks.append(self)
+        def __exit__(self, *_): cuda.hooks.remove(cuda.found.of_thread.pop(self.name))
     @staticmethod
     def get_current_stream(): return type("Stream", (), {"ptr": 7})
 """
@@ -82,6 +90,29 @@ class TestImports:
         ]
         assert all(code.co_filename == __file__ for one in events for code, _ in one.place()[:1])
         assert cupy.cuda.hooks == []
+
+    def test_cupy_may_be_imported_by_another_thread(self) -> None:
+        """CuPy keeps its hooks by thread, so the hook stays there, and has no effect."""
+        followed = Libraries()
+        with followed.followed(), ThreadPoolExecutor(1) as threads:
+            cupy: Any = threads.submit(importlib.import_module, "cupy").result()
+        (hook,) = cupy.cuda.hooks
+        hook.malloc_postprocess(device_id=0, size=10, mem_size=512, mem_ptr=64, pmem_id=1)
+        assert followed.events() == []
+
+    def test_pytorch_that_begins_after_the_end_records_nothing(self) -> None:
+        with Libraries().followed():
+            import torch
+        torch.stand_in.initialize()
+        assert torch.stand_in.began == []
+
+    @pytest.mark.parametrize("name", ["torch", "cupy", "rmm"])
+    def test_a_module_whose_import_is_forbidden_is_not_followed(
+        self, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, name, None)
+        with Libraries().followed(), pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
 
 
 @pytest.mark.parametrize(
