@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from streamalloc import cupti
 from streamalloc.cli import run as running
 from streamalloc.cli.machine import Chosen
 from streamalloc.cli.terminal import Terminal, write_file
+from streamalloc.cupti import internal
 from streamalloc.driver import DriverMisuseError, checked
 from streamalloc.driver.internal import described
 
@@ -43,10 +45,12 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     cannot be written.
     """
     running.check_files(options)
-    with tempfile.TemporaryDirectory(prefix="streamalloc-check-") as folder:
+    with internal.Block() as undo:
+        folder = Path(tempfile.mkdtemp(prefix="streamalloc-check-"))
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
         follow = _on_simulated if chosen.is_simulated else _on_gpu
-        found, notes, ended = follow(chosen, options, Path(folder))
-        found += [one for path in sorted(Path(folder).glob("*.json")) for one in json.loads(path.read_text("utf-8"))]
+        found, notes, ended = follow(chosen, options, folder)
+        found += [one for path in sorted(folder.glob("*.json")) for one in json.loads(path.read_text("utf-8"))]
     if options.report:
         write_file(options.report, json.dumps({"hazards": found, "not checked": notes}, indent=1))
     failed = any(one["kind"] != "leak" for one in found)
@@ -87,10 +91,13 @@ def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> 
 
 def _ended(program: Callable[[], object]) -> _Ended:
     """Run the program. Returns its ``SystemExit``, or the error by which the check has ended it; None if it came to its
-    end.
+    end. In a forked child of the program, these are raised: it reports nothing.
     """
+    process, ended = os.getpid(), None
     try:
         program()
-    except (SystemExit, DriverMisuseError) as ended:
-        return ended
-    return None
+    except (SystemExit, DriverMisuseError) as error:
+        ended = error
+    if os.getpid() != process:
+        raise ended or SystemExit
+    return ended

@@ -20,7 +20,7 @@ from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
 from streamalloc.cupti.callers import Process, caller, uuid_text
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.segments import Split, Torch, split
-from streamalloc.cupti.subscription import DriverCall, Subscription
+from streamalloc.cupti.subscription import Block, DriverCall, Subscription
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.internal import Stack, Wrapper, here
 from streamalloc.driver.wrappers import Function
@@ -491,7 +491,7 @@ class Memory:
         """
         subscription = self._subscription = Subscription(self.called, FUNCTIONS)
         self.libraries.gate = subscription.gate
-        with contextlib.ExitStack() as undo:
+        with Block() as undo:
             undo.enter_context(self.libraries.followed())
             subscription.open()
             undo.callback(subscription.close)

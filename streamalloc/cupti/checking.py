@@ -30,7 +30,7 @@ from streamalloc.cupti.blocks import Blocks, Run, Use, addresses_of, kernel_of, 
 from streamalloc.cupti.gate import QUIET
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.operators import Operators
-from streamalloc.cupti.subscription import LAUNCHES, SOON, DriverCall, RaisedAgain, Subscription, made
+from streamalloc.cupti.subscription import LAUNCHES, SOON, Block, DriverCall, RaisedAgain, Subscription, made
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.internal import cuda, described
@@ -200,7 +200,8 @@ class Check:
         """
         if at_once:
             self._recorder.show_at_once(None)
-        with contextlib.ExitStack() as undo:
+        process = os.getpid()
+        with Block() as undo:
             if at_once:
                 undo.callback(self._show_rest)
             undo.callback(self._recorder.close)
@@ -212,7 +213,7 @@ class Check:
             self._subscription.open()
             undo.callback(self._subscription.close)
             yield self
-        if self._raises and self.hazards:
+        if self._raises and self.hazards and os.getpid() == process:
             raise _Found
 
     def _raise_here(self) -> None:
@@ -453,13 +454,13 @@ def check_child() -> None:
     """Check this process until it ends. A checked parent process has started it (:meth:`Check.in_children`). Raises
     :class:`CuptiError` if CUPTI cannot be used.
     """
-    folder = Path(os.environ[VARIABLE])
+    folder, process = Path(os.environ[VARIABLE]), os.getpid()
     check, undo = Check(raises=False), contextlib.ExitStack()
     undo.enter_context(check.running(at_once=True))
 
     def end() -> None:
         undo.close()
-        if check.hazards:
+        if check.hazards and os.getpid() == process:
             (folder / f"{os.getpid()}.json").write_text(json.dumps(described(check.hazards)), "utf-8")
 
     atexit.register(end)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from streamalloc.cupti.blocks import ALLOCATED, FREED
 from streamalloc.cupti.libraries import Libraries
-from streamalloc.cupti.subscription import DriverCall, Subscription
+from streamalloc.cupti.subscription import Block, DriverCall, Subscription
 from streamalloc.driver import Call
 from streamalloc.driver.bindings import cuda, number_of
 
@@ -77,15 +77,18 @@ class Recording:
         """
         subscription = Subscription(self.called, ALLOCATIONS)
         self.libraries.gate = subscription.gate
-        with self.libraries.followed():
+
+        def end() -> None:
+            self.failure = subscription.error
+            # The list is made here, because PyTorch's history is deleted at the end of ``followed()``.
+            self._calls = self.calls()
+
+        with Block() as undo:
+            undo.enter_context(self.libraries.followed())
             subscription.open()
-            try:
-                yield
-            finally:
-                subscription.close()
-                self.failure = subscription.error
-                # The list is made here, because PyTorch's history is deleted at the end of ``followed()``.
-                self._calls = self.calls()
+            undo.callback(end)
+            undo.callback(subscription.close)
+            yield
 
 
 def _has_any(addresses: list[int], start: int, nbytes: int) -> bool:

@@ -167,7 +167,8 @@ class Subscription:
     def catch_up(self) -> None:
         """Pass the calls that the gate has stored to the listener. Callbacks must not call this method."""
         try:
-            self._take_written()
+            if self.error is None:
+                self._take_written()
         except Exception as error:
             self._fail(error)
 
@@ -315,11 +316,30 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
     example.
     """
     made = Subscription(listener, functions)
-    made.open()
-    try:
+    with Block() as undo:
+        made.open()
+        undo.callback(made.close)
         yield made
-    finally:
-        made.close()
+
+
+class Block(contextlib.ExitStack):
+    """``ExitStack`` that undoes nothing in a forked child: subscription and hooks belong to the parent, and other
+    threads of the parent may have held locks at the fork, for which the child would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        if os.getpid() == self._process:
+            return super().__exit__(*error)
+        _of_parent.append(self.pop_all())  # A generator in it would otherwise end, when it is dropped.
+        return None
+
+
+_of_parent: list[contextlib.ExitStack] = []
+"""What the parent of this forked child undoes."""
 
 
 class _Watch:

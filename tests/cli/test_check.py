@@ -107,6 +107,17 @@ def test_the_program_ends_at_the_first_finding_if_asked(check: Any, length: str,
     assert first["kind"] == "use before allocation"
 
 
+def test_a_forked_child_that_ends_later_reports_nothing(check: Any, tmp_path: Path, on_cuda: bool) -> None:
+    if on_cuda:
+        pytest.skip("on the simulated driver")
+    program, report = tmp_path / "forks.py", tmp_path / "report.json"
+    forks = "import os, time\nchild = os.fork()\nif not child:\n    while not os.path.exists('report.json'):\n"
+    program.write_text(f"{forks}        time.sleep(0.01)\n    raise SystemExit(0)\n{_PROGRAM}")
+    done = check(options=("--json", str(report)), file=program)  # Its output ends with the child.
+    assert done.returncode == 1 and done.stderr.count("streamalloc check:") == 1
+    assert len(json.loads(report.read_text())["hazards"]) == 1
+
+
 def test_processes_that_the_program_starts_are_checked(check: Any, tmp_path: Path) -> None:
     parent = tmp_path / "parent.py"
     parent.write_text("import subprocess, sys\nsubprocess.run([sys.executable, 'program.py'], check=True)\n")

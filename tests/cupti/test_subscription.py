@@ -1,5 +1,6 @@
 """Calls as a subscriber sees them: arguments, answers, threads, places, errors."""
 
+import contextlib
 import ctypes
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from streamalloc import cupti
 from streamalloc.cupti import library
 from streamalloc.cupti.kernels import Kernel
 from streamalloc.cupti.layouts import layout
+from streamalloc.cupti.recording import Recording
 from streamalloc.cupti.subscription import _known
 from streamalloc.driver.bindings import cuda
 from tests.cupti.interposed import encode
+from tests.processes import in_a_child
 
 KiB = 1 << 10
 
@@ -165,10 +168,35 @@ def test_an_error_of_the_listener_ends_the_subscription_and_not_the_program(show
         raise ValueError("of the listener")
 
     numbers: list[int] = []
-    with cupti.subscribe(listener, ["cuMemGetInfo"]) as subscription, sa.Device(0, driver=shown).current():
+    functions = ["cuMemGetInfo", "cuEventQuery"]
+    with cupti.subscribe(listener, functions) as subscription, sa.Device(0, driver=shown).current():
         for _ in range(3):
             assert not shown.cuMemGetInfo()[0]
+        subscription.gate.write_frees()  # The calls that are stored from now on are not passed on either.
+        event = shown.cuEventCreate(2)[1]
+        assert not shown.cuEventQuery(event)[0] and not shown.cuEventDestroy(event)[0]
     assert len(numbers) == 1 and str(subscription.error) == "of the listener"
+
+
+@pytest.mark.simulated_only("no driver call is made in the child")
+@pytest.mark.parametrize(
+    "block", [cupti.check, cupti.memory, Recording().running, lambda: cupti.subscribe(print, ["cuMemGetInfo"])]
+)
+def test_a_forked_child_ends_nothing_of_its_parent(shown: Any, block: Any) -> None:
+    """Not even if another thread of the parent has a lock at that time."""
+    open_block = contextlib.ExitStack()
+    running = open_block.enter_context(block())
+    lock = getattr(running, "_turn", threading.Lock())
+
+    def end() -> None:
+        open_block.close()
+        assert shown.library._callback is not None
+
+    with open_block:
+        with lock:
+            assert in_a_child(end) == 0
+        assert shown.library._callback is not None
+    assert shown.library._callback is None
 
 
 def test_threads_change_less_often_while_calls_are_listened_to(shown: Any) -> None:
