@@ -20,7 +20,7 @@ from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
 from streamalloc.cupti.callers import Process, caller, uuid_text
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.segments import Split, Torch, split
-from streamalloc.cupti.subscription import Block, DriverCall, Subscription
+from streamalloc.cupti.subscription import PER_THREAD, Block, DriverCall, Subscription
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.internal import Stack, Wrapper, here
 from streamalloc.driver.wrappers import Function
@@ -200,8 +200,8 @@ class Memory:
         """Times in ns at which the peak began and ended. The end is 0 while the peak lasts."""
         self._pools: dict[int, int] = {}
         """Device ordinal of each pool that the process has made, by pool handle; -1 for a pool in host memory."""
-        self._capturing: dict[int, int] = {}
-        """Thread that began each capture, by stream handle."""
+        self._capturing: dict[tuple[int, int], int] = {}
+        """Thread that began each capture, by the key of its stream (:func:`_stream_key`)."""
         self._contexts: set[int] = set()
         self._refusal: tuple[str, int, Counter[Line], Counter[Line]] | None = None
         """The latest allocation that the driver refused: its text, its time, and both sums at that time."""
@@ -222,7 +222,7 @@ class Memory:
             if not result:
                 self._contexts.add(call.context)
             if name == "cuStreamEndCapture":
-                self._capturing.pop(number_of(call.args[0]), None)
+                self._capturing.pop(_stream_key(call, 0), None)
             elif result:
                 if result == _OUT_OF_MEMORY and name in _MAKERS:
                     self._refused(call)
@@ -242,7 +242,7 @@ class Memory:
         """
         if not self._capturing or not call.function.endswith("Async"):
             return False
-        return number_of(call.args[-1]) in self._capturing or call.thread in self._capturing.values()
+        return _stream_key(call, -1) in self._capturing or call.thread in self._capturing.values()
 
     def _line(self, where: int, what: str, place: Stack) -> Line:
         key = where, caller(sys._getframe(2)), what, place
@@ -319,12 +319,12 @@ class Memory:
             self._drop_unowned(held, call.time)
 
     def _retain(self, call: DriverCall) -> None:
-        found = self._mapped.get(number_of(call.args[0]))
-        if found is not None:
-            key = "physical", number_of(call.answer[1])
-            found[1].handles += 1
-            found[1].keys.add(key)
-            self._held[key] = found[1]
+        at, key = number_of(call.args[0]), ("physical", number_of(call.answer[1]))
+        for start, (size, held) in [*self._mapped.items()]:
+            if start <= at < start + size:
+                held.handles += 1
+                held.keys.add(key)
+                self._held[key] = held
 
     def _made_pool(self, call: DriverCall) -> None:
         location = call.args[0].location
@@ -334,7 +334,7 @@ class Memory:
         self._pools.pop(number_of(call.args[0]), None)
 
     def _began_capture(self, call: DriverCall) -> None:
-        self._capturing[number_of(call.args[0])] = call.thread
+        self._capturing[_stream_key(call, 0)] = call.thread
 
     def _context(self, call: DriverCall) -> None:
         self._contexts.add(number_of(call.answer[1]))
@@ -570,6 +570,15 @@ class _Asked:
         for device, nbytes in self._reserved[high].items():
             used = sum(size for line, size in sums.items() if line.what == POOL and self.device(line.where) == device)
             yield Row(device, "the driver", RESERVE, (), max(nbytes - used, 0))
+
+
+def _stream_key(call: DriverCall, at: int) -> tuple[int, int]:
+    """Return handle and thread of the stream argument of a call; the thread is 0 if the handle alone names a stream.
+
+    ``at``: index of the argument.
+    """
+    handle = number_of(call.args[at])
+    return handle, call.thread if handle == PER_THREAD else 0
 
 
 def _is_segment(line: Line, library: str) -> bool:

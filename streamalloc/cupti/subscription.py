@@ -24,7 +24,7 @@ from streamalloc.cupti.operators import Operands
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.internal import Stack, cuda, parameters
 
-_PER_THREAD = 2
+PER_THREAD = 2
 """Handle of the per-thread default stream. For functions whose names end in ``_ptsz`` or ``_ptds``, 0 means this
 stream.
 """
@@ -221,7 +221,7 @@ class Subscription:
         else:
             function, columns, rows, stream, params = _launch(memory, args)
         if per_thread and not stream:
-            stream = _PER_THREAD
+            stream = PER_THREAD
         kernel = self.kernels.known.get(function) or self.kernels.learn(function, symbol, context)
         place = self._place(sys._getframe(1).f_back, 1)
         pointers = kernel.pointers(params, columns, rows)
@@ -251,7 +251,7 @@ def _on_stream(given: tuple[Any, ...], per_thread: bool, stream_at: int | None) 
     index of the stream argument; None if there is none.
     """
     if per_thread and stream_at is not None and not given[stream_at]:
-        return *given[:stream_at], _PER_THREAD, *given[stream_at + 1 :]
+        return *given[:stream_at], PER_THREAD, *given[stream_at + 1 :]
     return given
 
 

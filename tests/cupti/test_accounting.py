@@ -222,7 +222,7 @@ def test_physical_memory_counts_until_its_last_mapping_ends(shown: Any, memory: 
     ok((*shown.cuMemMap(int(at) + 4 * MiB, 4 * MiB, 0, handle, 0), None))
     ok((*shown.cuMemRelease(handle), None))
     assert mine(memory.now()) == {"cuMemCreate": 4}
-    again = ok(shown.cuMemRetainAllocationHandle(at))
+    again = ok(shown.cuMemRetainAllocationHandle(int(at) + MiB))  # any address in the mapping
     ok((*shown.cuMemUnmap(at, 8 * MiB), None))
     assert mine(memory.now()) == {"cuMemCreate": 4}
     ok((*shown.cuMemRelease(again), None))
@@ -282,6 +282,27 @@ def test_allocations_of_a_capture_are_not_those_of_a_pool(shown: Any, memory: cu
     ok((*shown.cuMemFreeAsync(after, stream), None))
     ok((*shown.cuGraphDestroy(graph), None))
     ok((*shown.cuStreamDestroy(stream), None))
+
+
+def test_a_capture_of_a_thread_s_own_default_stream_is_not_one_of_another_thread(
+    shown: Any, memory: cupti.Memory
+) -> None:
+    """The streams of all threads have the same handle."""
+    context, taken = shown.cuCtxGetCurrent()[1], list[dict[str, int]]()
+
+    def allocate() -> None:
+        ok(shown.cuCtxSetCurrent(context))
+        address = ok(shown.cuMemAllocAsync(MiB, cuda.CU_STREAM_PER_THREAD))
+        taken.append(mine(memory.now()))
+        ok(shown.cuMemFreeAsync(address, cuda.CU_STREAM_PER_THREAD))
+        ok(shown.cuStreamSynchronize(cuda.CU_STREAM_PER_THREAD))
+
+    other = threading.Thread(target=allocate)
+    ok(shown.cuStreamBeginCapture(2, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    other.start()
+    other.join()
+    ok(shown.cuGraphDestroy(ok(shown.cuStreamEndCapture(2))))
+    assert taken == [{"pool allocations": 1}] and mine(memory.now()) == {}
 
 
 def test_an_error_of_the_account_does_not_reach_the_program(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
