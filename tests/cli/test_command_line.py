@@ -1,20 +1,27 @@
-"""All commands: the choice of driver, exit codes, pipes, colours."""
+"""All commands: the choice of driver, exit codes, pipes, colours; the tour, profiles, and figures of replays."""
 
+import contextlib
+import inspect
 import io
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.cli import info, main
+from streamalloc.cli import info, main, tour
+from streamalloc.cli.machine import choose
 from streamalloc.cli.terminal import Terminal
-from tests.cli.conftest import Run
+from streamalloc.cli.worker import Worker, WorkerError
+from streamalloc.traces import Event, Trace
+from tests.cli.conftest import Complete, Run, complete, documented, keys, without
 from tests.support import Replaced
 
 
@@ -244,3 +251,209 @@ def test_no_line_is_wider_than_a_narrow_terminal(screen: Screen, machine: Any, w
     assert main(words.split()) == 0
     lines = re.sub(r"\x1b\[[0-9;]*m", "", screen.text).splitlines()
     assert len(lines) > 5 and [line for line in lines if len(line) > 60] == []
+
+
+# -- tour: it shows the code that runs, and a result that is not as expected makes it fail -----------------------------
+
+
+PERMISSION = "STREAMALLOC_TEST_MULTICAST"
+
+
+@pytest.fixture(scope="module")
+def whole(on_cuda: bool, primary_contexts: None) -> Complete:
+    """The whole tour as users see it."""
+    return complete(on_cuda, "tour")
+
+
+def test_every_check_holds(whole: Complete, machine: Any, on_cuda: bool) -> None:
+    first, *_ = lines = whole.text.splitlines()
+    assert whole.code == 0 and "FAILED" not in whole.text, whole.text
+    assert sa.Device(0, driver=machine).name in first and ("simulated" in first) == (not on_cuda)
+    assert all(f"{part.__doc__}" in lines for part in tour.PARTS)
+    assert lines.count("") == 2 + len(tour.PARTS) and lines[-4].startswith("All ")
+    assert re.search(r"opened by process \d+\n", whole.text) and f"process {os.getpid()}\n" not in whole.text
+
+
+def test_it_leaves_nothing_behind(whole: Complete) -> None:
+    assert whole.left == {}
+
+
+def test_it_is_short_and_shows_the_code_that_runs(run: Run) -> None:
+    lines = run("tour").splitlines()
+    assert len(lines) <= 50
+    assert [line.split("  ")[1] for line in lines[-3:]] == [
+        f"python -m streamalloc {words}" for words in ("check program.py", "info", "bench --quick")
+    ]
+    source = "".join(map(inspect.getsource, tour.PARTS))
+    steps = [line[:70].strip() for line in lines if re.search("  ok  ", line)]
+    assert len(steps) >= 15 and all(step in source for step in steps[:-1])
+
+
+@pytest.mark.gpus(2)
+def test_a_wrong_result_is_found(machine: Any, run: Run) -> None:
+    """In each part, each fill writes one more."""
+    fill = machine.cuMemsetD8Async
+    with sd.use(Replaced(machine, cuMemsetD8Async=lambda at, value, *rest: fill(at, value + 1, *rest))):
+        text = run("tour", code=1)
+    for wrong in ("[90], found [91]", "[1, 2], found [2, 3]", "[17], found [18]", "[7], found [8]"):
+        assert f"expected {wrong}" in text
+    assert "FAILED" in text and " failed" in text.splitlines()[-1]
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize(
+    "call", ["cuMemAllocFromPoolAsync", "cuMemCreate", "cuMemPoolExportPointer", "cuStreamWriteValue32"]
+)
+def test_a_refused_call_fails_its_part_and_the_tour_goes_on(machine: Any, run: Run, call: str) -> None:
+    with sd.use(sd.faulty(machine, call, result="CUDA_ERROR_UNKNOWN")):
+        text = run("tour", code=1)
+    assert f"FAILED  CudaError: {call} answered CUDA_ERROR_UNKNOWN" in text
+    assert "driver.assert_nothing_left()" in text
+
+
+def test_a_process_that_is_killed_fails_its_parts(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Worker.ask
+
+    def kill_and_ask(self: Worker, *arguments: Any, **options: Any) -> Any:
+        self.process.kill()
+        return ask(self, *arguments, **options)
+
+    monkeypatch.setattr(Worker, "ask", kill_and_ask)
+    text = run("tour", code=1)
+    assert "FAILED  WorkerError: the other process has ended" in text
+
+
+def test_a_late_answer_is_not_that_of_the_next_call(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamalloc.cli.worker.SECONDS", 0.5)
+    with contextlib.closing(Worker(machine)) as worker:
+        with pytest.raises(TimeoutError, match="has not answered"):
+            worker.ask(time.sleep, 1.5)
+        time.sleep(1.5)
+        with pytest.raises(WorkerError, match="an earlier call"):
+            worker.ask(os.getpid)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "reason"),
+    [
+        ("MEMPOOL_SUPPORTED_HANDLE_TYPES", "this device's pools cannot be shared with other processes"),
+        ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "this device does not support virtual memory management"),
+    ],
+)
+@pytest.mark.gpus(2)
+def test_a_part_that_a_device_cannot_run_is_skipped(machine: Any, run: Run, lacks: str, reason: str) -> None:
+    with sd.use(without(machine, lacks)):
+        text = run("tour")
+    assert text.count(f"skipped  {reason}") == 1
+    assert "checks held, 1 part skipped" in text
+
+
+def test_a_device_without_pools(machine: Any, run: Run) -> None:
+    with sd.use(without(machine, "MEMORY_POOLS_SUPPORTED")):
+        text = run("tour", code=1)
+    assert "no stream-ordered memory pools" in text
+
+
+@pytest.mark.gpus(2)
+def test_gpus_make_no_multicast_object_unless_asked(traced: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PERMISSION, raising=False)
+    with sd.use(Replaced(traced, is_simulated=False)):
+        text = run("tour")
+    # Symmetric memory is shown all the same.
+    assert "skipped" not in text
+    assert not [call for call in traced.calls if call.name.startswith("cuMulticast")]
+
+
+@pytest.mark.simulated_only("the machine of the tour is simulated")
+def test_one_device(run: Run) -> None:
+    with sd.use(sd.simulated(devices=1)):
+        text = run("tour")
+    assert "skipped  this machine has one GPU" in text
+
+
+@pytest.mark.gpus(2)
+def test_devices_that_do_not_reach_each_other(machine: Any, run: Run) -> None:
+    success = machine.CUresult.CUDA_SUCCESS
+    with sd.use(Replaced(machine, cuDeviceCanAccessPeer=lambda here, there: (success, 0))):
+        assert "skipped  no other GPU of this machine has access to the memory of GPU 0" in run("tour")
+
+
+# -- profile: the file it writes makes a machine like this one ---------------------------------------------------------
+
+
+def test_file_makes_the_machine(machine: Any, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    text = run("profile", "-o", str(path))
+    count = sa.Device.count()
+    chosen = text.splitlines()[-1].removeprefix("STREAMALLOC_DRIVER=")
+    assert chosen == f"simulated:{f'devices={count},' if count > 1 else ''}profile={path}"
+    with sd.use(choose(chosen).driver):
+        assert sa.Device.count() == count
+        again = sa.Device(0)
+    assert (again.name, again.total_memory) == (sa.Device(0).name, sa.Device(0).total_memory)
+    assert again.supports == sa.Device(0).supports
+
+
+def test_standard_output(machine: Any, run: Run) -> None:
+    assert json.loads(run("profile"))["name"] == sa.Device(0).name
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_no_profile_of_a_machine_that_is_not_there(refused: Run, tmp_path: Path) -> None:
+    assert "no CUDA driver: nothing there" in refused("profile", "-o", str(tmp_path / "mine.json"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_that_cannot_be_written(machine: Any, refused: Run, tmp_path: Path) -> None:
+    assert f"cannot write {tmp_path}" in refused("profile", "-o", str(tmp_path))
+
+
+# -- replay: which figures there are. What they are is worked out in tests/traces --------------------------------------
+
+
+SMALL = Trace((Event("allocate", 0, 4096, 0, 0, 0), Event("free", 0, 4096, 0, 0, 1)), "by hand", {"lost things": 3})
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    SMALL.save(tmp_path / "small.jsonl")
+    return tmp_path / "small.jsonl"
+
+
+def test_table_and_json(on_cuda: bool, small: Path, tmp_path: Path, primary_contexts: None) -> None:
+    arguments = ("replay", str(small), "--on", "pool", "--on", "raw", "--json", str(tmp_path / "found.json"))
+    done: Complete = complete(on_cuda, *arguments)
+    assert (done.code, done.left) == (0, {})
+    assert "small.jsonl: 1 allocation and 1 free on 1 stream, by 1 thread; at most 0.0 MiB at once" in done.text
+    assert "left out: 3 lost things" in done.text
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert keys(report) == documented("headline")
+    assert report["trace"] == {"events": 2, "source": "by hand", "peak": 4096, "streams": 1}
+    pool, raw = report["rows"]
+    assert (pool["name"], raw["name"]) == ("streamalloc MemoryPool", "raw calls on a pool, results checked")
+    assert (pool["driver_calls"], pool["peak_used"], pool["failures"]) == (2, 4096, 0)
+    assert pool["reserved_over_used"] == pool["peak_reserved"] / 4096
+    assert all(row["name"] in done.text for row in report["rows"])
+
+
+def test_json_alone_on_the_output(machine: Any, run: Run, small: Path) -> None:
+    text = run("replay", str(small), "--on", "pool", "--json")
+    assert json.loads(text)["rows"][0]["failures"] == 0
+
+
+def test_json_in_a_folder(machine: Any, capsys: pytest.CaptureFixture[str], small: Path, tmp_path: Path) -> None:
+    assert main(["replay", str(small), "--on", "pool", "--json", str(tmp_path)]) == 2
+    assert f"cannot write {tmp_path}: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.simulated_only("other libraries run where there is a GPU")
+def test_other_library_without_a_gpu(machine: Any, run: Run, small: Path) -> None:
+    text = run("replay", str(small), "--on", "cupy")
+    assert "CuPy MemoryPool: not replayed (it needs a GPU)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"), [(["nowhere"], "nowhere: No such file"), ([__file__], "neither a streamalloc trace")]
+)
+def test_bad_arguments(machine: Any, refused: Run, arguments: list[str], why: str) -> None:
+    assert why in refused("replay", *arguments)
