@@ -264,8 +264,8 @@ class Context:
         self.device.bank.used -= self.stacks
         self.stacks = 0
         self.awaited.clear()
-        if self._marks is not None:
-            self._scheduler.retire(self._marks)
+        for stream in self.all_streams():
+            self._scheduler.retire(stream)
         self._legacy = self._marks = None
         self._per_thread.clear()
 

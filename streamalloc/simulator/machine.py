@@ -68,7 +68,10 @@ class Machine:
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
         self.allocations: allocations.AllocationTable = allocations.AllocationTable()
-        self.usage: Usage | None = self._share_usage() if spec.given_name else None
+        self._usage: Usage | None = None
+        """Slot of this machine object in the usage table of its machine; None without a name, and before ``cuInit``: a
+        forked child may be the first to initialise the driver, and then needs a slot of its own.
+        """
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: allocations.Managed = allocations.Managed(banks, self.allocations)
         self.pools: PoolTable = PoolTable(self.labels, banks, self.scheduler)
@@ -78,16 +81,6 @@ class Machine:
     def _bank(self) -> Bank:
         memory = self.spec.memory
         return Bank(self.profile.total_memory, self.profile.context_overhead) if memory is None else Bank(memory)
-
-    def _share_usage(self) -> Usage:
-        """Make all processes of the machine count the memory of each bank together. Returns this machine object's slot
-        in the table.
-        """
-        usage = Usage(self.labels)
-        self.banks.host.share(usage, HOST_BANK)
-        for number, bank in enumerate(self.banks.devices[:HOST_BANK]):
-            bank.share(usage, number)
-        return usage
 
     def _device(self, ordinal: int, bank: Bank) -> SimulatedDevice:
         attributes = self.profile.device_attributes(ordinal)
@@ -109,13 +102,20 @@ class Machine:
         return SimulatedDevice(ordinal, bank, digest, attributes, regions, heap, pinned, DeviceGraphMemory(banks, bank))
 
     def see_devices(self) -> None:
-        """Find the devices that ``CUDA_VISIBLE_DEVICES`` makes visible to this process, at ``cuInit``.
+        """Find the devices that ``CUDA_VISIBLE_DEVICES`` makes visible to this process, at ``cuInit``. A machine with a
+        name takes a slot in the usage table.
 
         Files, links and attributes keep the machine's device numbers. Gives CUDA_ERROR_NO_DEVICE if no device is
         visible, and CUDA_ERROR_INVALID_DEVICE if a device is named twice.
         """
         found = visible(chosen(), [device.uuid for device in self._all_devices])
         check(found, Result.CUDA_ERROR_NO_DEVICE)
+        if self.spec.given_name:
+            # From now on all processes of the machine count the memory of each bank together.
+            self._usage = Usage(self.labels)
+            self.banks.host.share(self._usage, HOST_BANK)
+            for device in self._all_devices[:HOST_BANK]:
+                device.bank.share(self._usage, device.ordinal)
         self.labels.numbers[:] = found
         self.devices[:] = [self._all_devices[number] for number in found]
         self.banks.devices[:] = [device.bank for device in self.devices]
@@ -143,8 +143,8 @@ class Machine:
 
     def _release(self) -> None:
         self.banks.arenas.close()
-        if self.usage is not None:
-            self.usage.close()
+        if self._usage is not None:
+            self._usage.close()
 
     # -- contexts --------------------------------------------------------------------------------------------
 

@@ -39,6 +39,21 @@ def test_forgotten_machines_give_everything_back() -> None:
     assert mappings() <= maps
 
 
+def test_an_ended_context_leaves_no_streams() -> None:
+    """Neither its default streams, nor their ranks."""
+    rig = new_rig()
+    d = rig.raw
+    scheduler = d._machine.scheduler
+    before = len(scheduler.streams)
+    for _ in range(3):
+        for stream in (1, 2):
+            ok(d.cuMemFreeAsync(ok(d.cuMemAllocAsync(MiB, stream)), stream))
+            ok(d.cuStreamSynchronize(stream))
+        assert len(scheduler.streams) == before + 2
+        ok(d.cuDevicePrimaryCtxReset(0))
+        assert len(scheduler.streams) == before and not scheduler.ranks
+
+
 @in_a_thread
 def test_making_a_machine_is_cheap() -> None:
     new_rig()

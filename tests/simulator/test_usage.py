@@ -1,5 +1,6 @@
 """A named machine, whose processes use its memory together, and may see different devices of it."""
 
+import contextlib
 import gc
 import json
 import os
@@ -18,7 +19,7 @@ from streamalloc.simulator.files import Labels
 from tests.facts.enums import DEVICE, POSIX_FD, READWRITE
 from tests.facts.support import PAGE, MiB, Rig, said, value
 from tests.processes import Kept, Peer, fork
-from tests.simulator.support import new_rig
+from tests.simulator.support import new_rig, rig_on
 
 pytestmark = pytest.mark.simulated_only("processes of a simulated machine")
 
@@ -185,6 +186,32 @@ def test_a_team_of_devices_that_each_see_one(monkeypatch: pytest.MonkeyPatch) ->
     same = rigs[1].imported(rigs[0].exported(team))
     added = [said(rig.raw.cuMulticastAddDevice(handle, 0)) for rig, handle in zip(rigs, (team, same), strict=True)]
     assert added == ["SUCCESS", "SUCCESS"]
+
+
+def test_a_forked_child_that_begins_first_counts_beside_its_parent(name: str) -> None:
+    machine = simulated(name=name, **MACHINE)
+
+    def use() -> None:
+        rig_on(machine).plain(64 * MiB)
+        os.write(ready[1], b"x")
+        os.read(over[0], 1)
+
+    ready, over = os.pipe(), os.pipe()
+    child = fork()
+    if not child:
+        signal.alarm(20)
+        with contextlib.suppress(BaseException):
+            use()
+        os._exit(0)
+    os.close(ready[1])
+    assert os.read(ready[0], 1) == b"x"
+    rig = rig_on(machine)
+    left = rig.device_free()
+    os.write(over[1], b"x")
+    os.waitpid(child, 0)
+    for one in (ready[0], *over):
+        os.close(one)
+    assert (left, rig.device_free()) == (192 * MiB, 256 * MiB)
 
 
 def test_memory_is_taken_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
