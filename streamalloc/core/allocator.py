@@ -126,13 +126,12 @@ class Allocator(Unique, BufferSource):
         # The shift is not 0 if the size is negative or too large for the driver.
         if type(nbytes) is not int or nbytes >> 64:
             nbytes = checked_size("nbytes", nbytes)
-        handle = ordered.unlent
-        if handle is None:
-            handle = ordered.direct or ordered.ready()
-            if ordered.capturable and handle is not None:
-                is_capturing = ordered._session.cuStreamIsCapturing  # A local name makes the call faster.
-                if is_capturing(handle)[1] is not NOT_CAPTURED:
-                    handle = None
+        # The second and third column of the table in :mod:`streamalloc.core.stream`.
+        handle = ordered.direct or ordered.ready()
+        if ordered.capturable and handle is not None:
+            is_capturing = ordered._session.cuStreamIsCapturing  # A local name makes the call faster.
+            if is_capturing(handle)[1] is not NOT_CAPTURED:
+                handle = None
         if handle is None or ordered._session is not self._session:
             # The argument is passed, not ``ordered``: a library's object may have another stream by now.
             return self._allocate_checked(nbytes, stream)

@@ -419,7 +419,7 @@ class Buffer(Memory, Closes):
         if ptr is None:
             if self.shared is None:
                 return self._free_checked(stream, still_imported, timeout)
-            if ordered.unlent is None:  # Other code may capture the stream.
+            if ordered.capturable or ordered.is_default:  # A capture may be under way.
                 return ordered.checked_call(self._free_after, ordered, still_imported, timeout)
             return self._free_after(handle, False, ordered, still_imported, timeout)
         try:
@@ -502,7 +502,7 @@ class Buffer(Memory, Closes):
             self.free_on(last, handle)
         elif state.begin_free(self, last, still_imported, timeout):
             try:
-                self.free_on(last, last.unlent or last.checked_raw())
+                self.free_on(last, last.direct or last.checked_raw())
             finally:
                 state.end_free(self.freed)
 
@@ -603,13 +603,14 @@ class PoolBuffer(Buffer):
         if unusable():
             return
         exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator.free_function, stream._dropping
+        # In the end ``handle`` is None if the free was not called. Otherwise ``result`` is the driver's answer to it.
         mode, result = GLOBAL, 0
         # While the list has an entry, a close of the stream on another thread does not destroy the driver's stream. So
         # the entry is made before the handle is read. Only the number of entries counts.
         dropping.append(None)
         try:
             failed, mode = exchange(RELAXED)
-            handle = None if failed else stream.unlent or stream.ready(True)
+            handle = None if failed else (not stream.capturable and stream.direct) or stream.ready(True)
             if failed:
                 mode = GLOBAL
             elif handle is not None:

@@ -24,16 +24,16 @@ another library's     the library's object, if its users can close it        the
   ``cuStreamIsCapturing`` tells of a capture and leaves it valid; ``cuStreamGetId`` and ``cuStreamGetFlags`` invalidate
   it. A free need not ask: in a capture the driver refuses to free memory of a pool, and the capture stays valid.
 
-Three attributes save the call of the method where nothing must be asked. So callers write ``stream.direct or
-stream.ready()``, and an allocation first takes ``unlent``.
+Three attributes are the state behind these questions:
 
 * ``usable`` is True unless something forbids direct calls: the stream is closed or captured by this package, has an
   item to attempt before more work, or this package captures any stream in the mode ``"global"``. Default streams are
   also not usable during other captures of this package.
-* ``direct`` is the handle if the stream is usable and nothing is to be asked before a call; otherwise None.
-* ``unlent`` is the handle if nothing is to be asked before an allocation, either; otherwise None.
+* ``direct`` is the handle if the stream is usable and nothing is to be asked before a call (the second column);
+  otherwise None. It saves the call of the method: callers write ``stream.direct or stream.ready()``.
+* ``capturable`` is True if the driver has to be asked before an allocation (the third column).
 
-If the result is None, callers make a checked call (:meth:`Stream.checked_call`), which repairs what it can, and raises
+If there is no handle, callers make a checked call (:meth:`Stream.checked_call`), which repairs what it can, and raises
 an error otherwise:
 
 * :meth:`Stream.checked_raw` raises :class:`ClosedError` for a closed stream, and attempts the items.
@@ -174,13 +174,13 @@ class Stream(Closes, Shown):
 
     __slots__ = (
         "__weakref__", "_attempting", "_before_work", "_capture", "_closed", "_in_use", "_number", "_raw", "_session",
-        "_spare", "capturable", "device", "direct", "drained", "endings", "free_lists", "unlent", "usable",
+        "_spare", "capturable", "device", "direct", "drained", "endings", "free_lists", "usable",
     )  # fmt: skip
 
     _inner = (
         "call", "capturable", "checked_call", "checked_raw", "covering", "direct", "endings", "free_lists",
         "in_context", "is_captured", "last", "of_this_thread", "ready", "refuse_capture", "run_uncaptured",
-        "sees_all_work", "thread", "unlent", "usable",
+        "sees_all_work", "thread", "usable",
     )  # fmt: skip
 
     device: Device
@@ -199,8 +199,6 @@ class Stream(Closes, Shown):
     """One entry per finaliser that is freeing memory on the stream; an entry prevents the stream's destruction."""
     direct: Any
     """``CUstream`` if work may be queued now without a check, else None."""
-    unlent: Any
-    """``CUstream`` if memory may be allocated without a check, because no other code has the handle; else None."""
     usable: bool
     """Whether direct calls and reuse of cached memory are allowed; the text of the module says when they are not."""
     thread: int | None = None
@@ -269,7 +267,7 @@ class Stream(Closes, Shown):
 
     def _forbid_direct(self) -> None:
         """Make every later call on the stream a checked call."""
-        self.direct = self.unlent = None
+        self.direct = None
         self.usable = False
 
     _shut_after_fork = _forbid_direct
@@ -284,7 +282,6 @@ class Stream(Closes, Shown):
         if not (queue.forbidding or self._closed or self._capture or self._before_work):
             self.usable = True
             self.direct = self._raw
-            self.unlent = None if self.capturable else self._raw
         # The other thread may have forbidden direct calls before the assignments allowed them.
         if queue.forbidding or self._closed or self._capture or self._before_work:
             self._forbid_direct()
@@ -345,8 +342,8 @@ class Stream(Closes, Shown):
         Raises CaptureError if the stream is being captured: ``call`` is the name of the driver function that is not
         called, ``why`` a text with the reason and the remedy for the message. Raises ClosedError.
         """
-        handle = self.unlent
-        if handle is not None:
+        handle = self.direct
+        if handle is not None and not self.capturable:
             return act(handle, *args)
 
         def unless_captured(raw: Any, captured: bool) -> T:
@@ -363,7 +360,7 @@ class Stream(Closes, Shown):
 
     def is_captured(self) -> bool:
         """Return :attr:`capturing`, without a question to the driver if only this package can capture the stream."""
-        return self.unlent is None and self.capturing
+        return (self.capturable or self.direct is None) and self.capturing
 
     def of_this_thread(self) -> Stream:
         """Return the stream that the handle names on this thread: its own per-thread stream, or this object."""
@@ -397,7 +394,7 @@ class Stream(Closes, Shown):
     def _notify_lent(self, raw: Any, used: bool) -> None:
         """Record that other code gets the handle ``raw``, or (with ``used``) that it queues work on the stream."""
         if not self.is_default:
-            self.capturable, self.unlent = True, None
+            self.capturable = True
         if self._session.listener is not None:
             self.in_context(self._session.listener.lent, raw, used)
 
@@ -476,7 +473,7 @@ class Stream(Closes, Shown):
         # The event may be of a capture by other code, and this stream is then a part of that capture.
         joins = not isinstance(event, Event) or event._foreign_captures
         if joins and not self.capturable and not self.is_default and self.capturing:
-            self.capturable, self.unlent = True, None
+            self.capturable = True
 
     def synchronize(self) -> None:
         """Block the host until all work queued so far is done (``cuStreamSynchronize``). The driver then makes the

@@ -248,10 +248,10 @@ def test_a_stream_is_not_direct_while_it(device: sa.Device, why: str) -> None:
         queue_behind(stream, item)
         item.ready = why == "is captured"
         stream._attempt_before_work(item)
-        assert stream.unlent is None
+        assert stream.direct is None
     if why != "is captured":
-        assert stream.unlent is None
+        assert stream.direct is None
     item.ready = True
     stream._attempt_before_work()
-    assert (stream.unlent is None) == (why == "is closed")
+    assert (stream.direct is None) == (why == "is closed")
     stream.close()

@@ -120,7 +120,7 @@ class TestLent:
                 del buffer
             other = source.allocate(MiB, stream)
             other.fill(3)
-            assert stream.unlent is not None
+            assert not stream.capturable
             assert pending(stream)
             gate.open()
             device.synchronize()

@@ -205,7 +205,7 @@ class Lease(SharedState):
         """
         words = self.words
         if not reached(words.ready.value, last):
-            if announcer.unlent is not None:
+            if announcer.direct and not announcer.capturable:
                 # The stream waits for an event and not for ``ready``, because importers can write to ``ready``.
                 stream.wait(announcer)
             else:

@@ -313,7 +313,7 @@ class Import:
             if use not in self.uses:
                 return
             # The stream may have been closed while this thread waited for the lock, so the handle is read here.
-            handle = stream.unlent or stream.checked_raw()
+            handle = stream.direct or stream.checked_raw()
             if len(self.uses) == 1:
                 for event in self.passed:
                     stream.wait(event)

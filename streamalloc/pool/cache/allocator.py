@@ -389,7 +389,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             cache.collect()
         if len(cache.returning) >= MAX_RETURNING or cache.ended:
             return False
-        event = stream.record() if stream.unlent else record_uncaptured(stream)
+        event = stream.record() if stream.direct and not stream.capturable else record_uncaptured(stream)
         if event is None:
             return False
         # If two threads free the buffer, only the first still finds the block in the buffer.
