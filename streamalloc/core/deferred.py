@@ -45,6 +45,24 @@ to capture a stream of ours while the stream's lock is held (``ordered_after`` a
 the capture. Items make no call that waits for a whole context: they wait for the work of each known stream
 (:class:`~streamalloc.core.fence.Fence`).
 
+**Lists.** An item is in the queue (:class:`DeferredQueue` shows its tables), and perhaps also in a list of a stream,
+which gives it one more occasion. If both attempt it, it ends once all the same.
+
+=======================  ==============================  =======================================  ====================
+List                     Added by                        Attempted                                Example
+=======================  ==============================  =======================================  ====================
+``submitted``            ``submit``                      at a point of work                       ``_FreeDropped``
+``_owned``               ``end_with``, when the owner    at a point of work after the owner was   ``PoolEnd``
+                         is made                         dropped, or by the owner's ``close``
+``Stream._before_work``  ``queue_behind``, which also    before more work is queued on the        ``loans._End``
+                         submits it                      stream
+``Stream.endings``       a cache, at its first use of    by the close of a stream of ours; other  ``StreamCache``
+                         the stream, which also owns it  streams submit it at their end
+=======================  ==============================  =======================================  ====================
+
+``Stream.last`` and ``event.pending_ends`` have no releases. They have the events that closed and dropped streams leave
+after their work, and later work is ordered after these events.
+
 **Explicit ends and commits.** A call such as ``close`` waits for the streams or events that the caller names. If the
 caller names none, it waits for all work of the devices (:func:`~streamalloc.core.fence.all_work`), which breaks no
 capture that this package can find. What then cannot be released becomes an item of this queue. The first error

@@ -15,6 +15,17 @@ record an event, or do nothing   :func:`record_uncaptured`, :func:`queue_if_allo
 None of these calls invalidates a capture, with one exception: :func:`all_work` may invalidate captures by other code,
 on streams that this package does not know. :func:`queue_behind` does the opposite: it has a deferred item attempted
 before a stream gets more work.
+
+Three locks keep captures and closes away from such work. A thread takes them in this order:
+
+1. :attr:`DeferredQueue.beginning`: while a thread holds it, no capture by this package begins.
+2. ``Stream._in_use``, one for each stream: the stream is not closed, and no such capture of it begins
+   (:func:`~streamalloc.core.stream.while_open`). Items of :func:`queue_behind` take the locks of other streams, so they
+   are attempted before.
+3. ``DeferredQueue._lock``: an item moves between the tables of the queue. No driver call is made.
+
+Finalisers take the first two only by :func:`~streamalloc.core.deferred.unless_busy` (:func:`settle`), which does not
+wait.
 """
 
 from __future__ import annotations
@@ -52,6 +63,7 @@ from streamalloc.core.stream import (
     legacy_stream,
     may_be_captured,
     per_thread_stream,
+    while_open,
 )
 
 if TYPE_CHECKING:
@@ -387,7 +399,7 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
         stream.refuse_capture("cuMemFreeAsync", "try again once that has ended")
         return (act(stream),)
 
-    used = _while_open(stream, use)
+    used = while_open(stream, use)
     if used is not None:
         return used[0]
     if isinstance(stream, LibraryStream):
@@ -467,7 +479,7 @@ def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = 
         act()
         return True
 
-    return _while_open(stream, use)
+    return while_open(stream, use)
 
 
 def record_uncaptured(stream: Stream) -> Event | None:
@@ -482,26 +494,4 @@ def record_uncaptured(stream: Stream) -> Event | None:
         # If other code began a capture meanwhile, the record became a node of its graph.
         return None if stream.is_captured() else event
 
-    return _while_open(stream, record)
-
-
-def _while_open(stream: Stream, act: Callable[[], T]) -> T:
-    """Call ``act`` while no other thread closes ``stream`` or begins to capture it through this package. Returns its
-    result.
-
-    If ``stream`` is a default stream, this package begins no capture at all while ``act`` runs, because work on a
-    default stream would invalidate captures of blocking streams. Items of :func:`queue_behind` are not attempted,
-    because these items take the locks of other streams.
-    """
-    queue, me = deferred_queue(stream._session), threading.get_ident()
-    is_default = isinstance(stream, DefaultStream)
-    with queue.beginning if is_default else stream._in_use:
-        if is_default and queue.captures:
-            why = "a stream is being captured, and the call concerns all streams"
-            raise refused(CaptureError, "work on a default stream", why)
-        try:
-            # `append` would be a call, after which a signal handler could raise. The entry would then be left.
-            stream._attempting += (me,)
-            return act()
-        finally:
-            stream._attempting.remove(me)
+    return while_open(stream, record)

@@ -596,6 +596,28 @@ def may_be_captured(stream: Stream) -> bool:
         return False
 
 
+def while_open(stream: Stream, act: Callable[[], T]) -> T:
+    """Call ``act`` while no other thread closes ``stream`` or begins to capture it through this package. Returns its
+    result.
+
+    If ``stream`` is a default stream, this package begins no capture at all while ``act`` runs, because work on a
+    default stream would invalidate captures of blocking streams. Items of :func:`queue_behind` are not attempted,
+    because these items take the locks of other streams.
+    """
+    queue, me = deferred_queue(stream._session), get_ident()
+    is_default = isinstance(stream, DefaultStream)
+    with queue.beginning if is_default else stream._in_use:
+        if is_default and queue.captures:
+            why = "a stream is being captured, and the call concerns all streams"
+            raise refused(CaptureError, "work on a default stream", why)
+        try:
+            # `append` would be a call, after which a signal handler could raise. The entry would then be left.
+            stream._attempting += (me,)
+            return act()
+        finally:
+            stream._attempting.remove(me)
+
+
 def _event_of(stream: Stream, timing: bool) -> tuple[Event, bool]:
     """Return an event to record on ``stream``, and whether it reuses a closed event of the stream. A new event is made
     if the stream has no closed event, during a capture, and with ``timing``.
@@ -652,20 +674,24 @@ class OwnStream(Stream):
         return stream
 
     def _close(self) -> None:
-        if self._closed:
+        if not self._closed:
+            # Items of `queue_behind` take the locks of other streams, so they are attempted before this one's is taken.
+            with contextlib.suppress(ClosedError):  # Another thread may close the stream meanwhile.
+                self.checked_raw()
+            while_open(self, self._end)
+
+    def _end(self) -> None:
+        if self._closed:  # Another thread has closed the stream meanwhile.
             return
-        with self._in_use:
-            if self.closed:  # Another thread has closed the stream meanwhile.
-                return
-            self.refuse_capture("cuStreamDestroy", "end the capture first")
-            for item in tuple(self.endings):
-                # If the driver refuses, the deferred queue attempts the item again later.
-                with contextlib.suppress(CudaError):
-                    deferred_queue(self._session).end(item)
-            self.endings.clear()
-            # Buffers of this stream that are freed later are freed after this event.
-            self._record_end(self.checked_raw())
-            result = self._destroy(self._raw)
+        self.refuse_capture("cuStreamDestroy", "end the capture first")
+        for item in tuple(self.endings):
+            # If the driver refuses, the deferred queue attempts the item again later.
+            with contextlib.suppress(CudaError):
+                deferred_queue(self._session).end(item)
+        self.endings.clear()
+        # Buffers of this stream that are freed later are freed after this event.
+        self._record_end(self._raw)
+        result = self._destroy(self._raw)
         if result:
             raise error_from(result, "cuStreamDestroy")
 

@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.core.fence import Fence
+from streamalloc.core.fence import Fence, ordered_after, queue_behind, queue_if_allowed, record_uncaptured
 from streamalloc.core.internal import Deferred, deferred_queue
 from streamalloc.core.session import members, session_of
 from streamalloc.driver.internal import cuda
@@ -294,3 +294,26 @@ def test_a_list_of_streams_ends_at_the_limit_of_recursion() -> None:
     with pytest.raises(RecursionError):
         members(Changing())
     assert members(Changing()) == []
+
+
+def test_a_close_beside_an_item_that_holds_up_captures(device: sa.Device) -> None:
+    """The stream is closed with an item left that uses the default stream; the other item records on the stream."""
+    closing, stream = threading.Event(), device.create_stream()
+
+    class UsesDefault(Deferred):
+        def attempt(self) -> bool:
+            closing.set()
+            return queue_if_allowed(device.default_stream, lambda: None, mine=True)
+
+    def record(_: sa.Stream) -> object:
+        closer.start()
+        assert closing.wait(5)
+        return record_uncaptured(stream)
+
+    queue_behind(stream, UsesDefault())
+    closer = threading.Thread(target=stream.close, daemon=True)
+    recorder = threading.Thread(target=ordered_after, args=(device.default_stream, record), daemon=True)
+    recorder.start()
+    recorder.join(5)
+    closer.join(5)
+    assert not (recorder.is_alive() or closer.is_alive())
