@@ -156,6 +156,8 @@ class Machine:
         """Destroy a context with its streams and events, and release its memory of cuMemAlloc and cuIpcOpenMemHandle,
         its pinned, registered and managed memory. A subclass adds the objects of its area.
         """
+        for stream in context.all_streams():
+            self._leave_capture(stream)
         for stream in list(context.streams.values()):
             self.destroy_stream(stream)
         for event in [event for event in self.events.values() if event.context is context]:
@@ -229,8 +231,9 @@ class Machine:
         raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)
 
     def destroy_stream(self, stream: Stream) -> None:
-        """Destroy a stream. Its handle becomes invalid; its queued work still runs."""
+        """Destroy a stream. Its handle becomes invalid; its queued work still runs. Its capture becomes invalid."""
         context: Context = stream.context
+        self._leave_capture(stream)
         context.forget(stream)
         if not stream.operations:
             # When an idle stream is destroyed, pools learn of its frees as at a synchronisation (observed on H200:
@@ -241,6 +244,12 @@ class Machine:
             # Only streams with unfinished work, or with frees that the host has not waited for, still need an entry.
             awaited = {*self.scheduler.streams, *self.pools.pending_streams()}
             context.retired = {number: seq for number, seq in context.retired.items() if number in awaited}
+
+    @staticmethod
+    def _leave_capture(stream: Stream) -> None:
+        if stream.capture is not None:
+            stream.capture.valid = False
+            stream.capture.leave(stream)
 
     def synchronize(self, clock: Clock, finished: Callable[[], bool], told: bool = True) -> None:
         """Wait until ``finished()`` is true, then merge ``clock`` into the host's clock. Blocks that streams left

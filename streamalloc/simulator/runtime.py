@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, runtime, signature
-from streamalloc.driver.locks import Lock
 from streamalloc.simulator.errors import NotModelled, wrong_type
 from streamalloc.simulator.memory import view_address
 
@@ -291,7 +290,6 @@ class Functions:
     def __init__(self, driver: Any) -> None:
         self._driver = driver
         self._retained: dict[int, Any] = {}
-        self._lock = Lock()
         self.thread: threading.local = threading.local()
         """Attributes for each thread: ``device``, the ordinal that the thread chose, and ``last``, the code of its last
         error.
@@ -362,10 +360,13 @@ class Functions:
 
     def _primary(self, device: int) -> Any:
         """Return the primary context of a device. It is retained once and kept until cudaDeviceReset."""
-        with self._lock:
-            found = self._retained.get(device)
-            if found is None:
-                found = self._retained[device] = self.call("cuDevicePrimaryCtxRetain", _number(device))
+        found = self._retained.get(device)
+        if found is None:
+            # Another thread, or a finaliser on this one, may do the same meanwhile. Finalisers cannot wait for a lock.
+            made = self.call("cuDevicePrimaryCtxRetain", _number(device))
+            found = self._retained.setdefault(device, made)
+            if found is not made:
+                self.call("cuDevicePrimaryCtxRelease", _number(device))
         return found
 
     def cudaGetDevice(self) -> int:

@@ -54,6 +54,17 @@ def test_an_ended_context_leaves_no_streams() -> None:
         assert len(scheduler.streams) == before and not scheduler.ranks
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_captures_end_with_their_context(own: bool) -> None:
+    """Otherwise they would forbid unsafe calls for ever."""
+    rig = new_rig()
+    d = rig.raw
+    stream = ok(d.cuStreamCreate(1)) if own else rig.per_thread
+    ok(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    ok(d.cuDevicePrimaryCtxReset(0))
+    ok(d.cuMemFree(ok(d.cuMemAlloc(MiB))))
+
+
 @in_a_thread
 def test_making_a_machine_is_cheap() -> None:
     new_rig()

@@ -1,6 +1,7 @@
 """The functions of cuda.bindings.runtime over a simulated machine."""
 
 import ctypes
+import threading
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,34 @@ def test_a_call_makes_the_primary_context_current() -> None:
     assert rt.cudaSetDeviceFlags(3) == (Error.cudaErrorInvalidValue,)
     ok(rt.cudaDeviceReset())
     ok(rt.cudaMalloc(100))
+
+
+def test_a_finaliser_may_use_the_runtime_while_a_context_is_made(machine: Any) -> None:
+    """Both retain the primary context, and one of them releases it again."""
+
+    class Collected:
+        """A driver in which the collector runs before a context is retained."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(machine, name)
+
+        def cuDevicePrimaryCtxRetain(self, device: Any) -> Any:
+            if not freed:
+                freed.append(True)
+                freed.append(rt.cudaFree(0))
+            return machine.cuDevicePrimaryCtxRetain(device)
+
+    def use() -> None:
+        ok(rt.cudaSetDevice(0))
+        ok(rt.cudaDeviceReset())
+
+    freed: list[Any] = []
+    rt = Runtime(Collected())
+    other = threading.Thread(target=use, daemon=True)
+    other.start()
+    other.join(5)
+    assert not other.is_alive() and freed == [True, (Error.cudaSuccess,)]
+    assert machine.cuDevicePrimaryCtxGetState(0)[2] == 0
 
 
 def test_the_last_error_is_returned_once(rt: Any) -> None:

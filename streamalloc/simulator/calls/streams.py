@@ -97,9 +97,6 @@ class StreamCalls(Calls):
 
     def cuStreamDestroy(self, hStream: Stream) -> None:
         check(hStream.handle not in (LEGACY_STREAM, constants.PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
-        if hStream.capture is not None:
-            hStream.capture.valid = False
-            hStream.capture.leave(hStream)
         self.destroy_stream(hStream)
 
     def cuStreamQuery(self, hStream: Stream) -> None:
