@@ -6,11 +6,31 @@ the latest results, each with the library's object. While that object lives, no 
 other object its ``id``: an entry that is found is valid. PyTorch makes a new object at each call and never destroys its
 own streams, so its entries are found by handle and device. No weak references refer to PyTorch's objects: PyTorch 2.x
 frees its objects without clearing weak references, and the interpreter crashes at exit.
+
+What this module knows of the libraries. The driver tells the device of a stream that is not a null stream:
+
+===================  ============================  ================  ==================================  ==============
+Stream of            Its handle by                 Null stream's     Asked before each call whether the  Key in the
+                                                   device by         stream is closed                    table
+===================  ============================  ================  ==================================  ==============
+PyTorch              ``__cuda_stream__``, or else  ``device_index``  nothing: it is open while its       handle, device
+                     ``cuda_stream``                                 object lives
+CuPy                 ``__cuda_stream__``, ``ptr``  ``device_id``     nothing, as for PyTorch             ``id``
+Numba                ``__cuda_stream__``, or else  current context   ``__cuda_stream__``, if the object  ``id``
+                     ``handle``                                      has it
+cuda.core            ``__cuda_stream__``           current context   ``is_closed``                       ``id``
+another library      ``__cuda_stream__``           current context   ``__cuda_stream__``                 ``id``
+the bindings         the ``CUstream`` itself       current context   nothing                             not kept
+===================  ============================  ================  ==================================  ==============
+
+Objects of these libraries that only name a stream are not kept either (:func:`_only_names`). Of libraries' streams, a
+fence over all known streams has only those that an object of ``_OWNERS`` keeps (:attr:`LibraryStream.owned`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import weakref
 from collections.abc import Callable, Hashable
@@ -46,6 +66,13 @@ def _by_protocol(stream: Any) -> int | None:
     return handle
 
 
+def _number(handle: object) -> int | None:
+    """Return the number of a ``CUstream``, of the bindings or of ctypes; None for other objects."""
+    if isinstance(handle, ctypes.c_void_p):
+        return handle.value or 0  # The value of a null pointer is None.
+    return int(handle) if isinstance(handle, cuda.CUstream) else None
+
+
 _A_STREAM = "stream must be a Stream"
 # Ways to read the handle of a library's stream, in the order in which they are tried. Each entry has a name for error
 # messages, and a function that returns the handle, or None if the object has no such attribute.
@@ -53,8 +80,8 @@ _HANDLES: tuple[tuple[str, Callable[[Any], int | None]], ...] = (
     ("__cuda_stream__", _by_protocol),
     ("PyTorch's cuda_stream", lambda stream: getattr(stream, "cuda_stream", None)),
     ("CuPy's ptr", lambda stream: getattr(stream, "ptr", None)),
-    ("Numba's handle", lambda stream: getattr(getattr(stream, "handle", None), "value", None)),
-    ("the bindings' CUstream", lambda stream: int(stream) if isinstance(stream, cuda.CUstream) else None),
+    ("Numba's handle", lambda stream: _number(getattr(stream, "handle", None))),
+    ("the bindings' CUstream", lambda stream: _number(stream) if isinstance(stream, cuda.CUstream) else None),
 )
 
 

@@ -103,7 +103,7 @@ class CuPyStreamLike(Protocol):
 
 
 class NumbaStreamLike(Protocol):
-    """Type of Numba's streams; ``handle`` is a ctypes pointer with the handle as its ``value``."""
+    """Type of Numba's streams; ``handle`` is a pointer of ctypes, or a ``CUstream`` of the bindings."""
 
     @property
     def handle(self) -> Any: ...

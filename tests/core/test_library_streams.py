@@ -66,10 +66,11 @@ LIBRARIES: dict[str, Callable[[int], Any]] = {
     "CuPy": lambda handle: Named(ptr=handle),
     "protocol": lambda handle: Protocol(number=handle),
     "Numba": lambda handle: Named(handle=ctypes.c_void_p(handle)),
+    "Numba, NVIDIA": lambda handle: Named(handle=cuda.CUstream(handle)),
     "PyTorch": of_pytorch,
 }
 OF_OBJECTS = [name for name in LIBRARIES if name != "PyTorch"]
-NULL = {f"{name}, null": (lambda handle, make=make: make(0)) for name, make in LIBRARIES.items() if name != "Numba"}
+NULL = {f"{name}, null": (lambda handle, make=make: make(0)) for name, make in LIBRARIES.items()}
 CURRENT, CAPTURING, MODE = "cuCtxGetCurrent", "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode"
 ALLOCATE, FREE = "cuMemAllocFromPoolAsync", "cuMemFreeAsync"
 
