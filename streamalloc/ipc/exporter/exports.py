@@ -255,6 +255,20 @@ class Lease(SharedState):
 
         If the lease cannot end, nothing changes. Exception: with ``for_good``, descriptors become stale unless one is
         in transit. ``stream=None``: nothing is queued. Raises CudaError.
+
+        =======================  =======================  ============  ===============================================
+        Caller                   ``stream``               ``for_good``  If the lease cannot end yet
+        =======================  =======================  ============  ===============================================
+        ``begin_free``: "defer"  that of the free         True          an item frees later; nobody opens the memory
+        ``_await``: "wait",      that of the free         False         the buffer and its descriptors stay valid
+        "raise"
+        ``_DeferredFree``        None, and if that ended  True          the item stays
+                                 it that of the free
+        ``unused``               None                     False         the object of another library is kept, and its
+                                                                        descriptors stay valid
+        =======================  =======================  ============  ===============================================
+
+        If the driver refuses the free after :meth:`begin_free`, :meth:`end_free` makes the descriptors valid again.
         """
         words, ended = self.words, False
         with self.lock:
@@ -347,12 +361,14 @@ class Lease(SharedState):
         self._defer(buffer, buffer.stream)
 
     def _defer(self, buffer: Buffer, stream: Stream) -> None:
-        # The buffer is freed, unless another thread has freed it before.
-        pointer = None if buffer.shared is None else self.pointer
-        buffer.shared, listener = None, self._exports.session.listener
-        if listener is not None and pointer is not None:
-            listener.deferred(int(pointer))
-        self._exports.deferred.submit(_DeferredFree(self, stream, pointer))
+        # Python switches no threads within this line, so only one of two threads frees the buffer.
+        shared, buffer.shared = buffer.shared, None
+        if shared is None:
+            buffer.check_usable()  # Raises ClosedError.
+        listener = self._exports.session.listener
+        if listener is not None:
+            listener.deferred(int(self.pointer))
+        self._exports.deferred.submit(_DeferredFree(self, stream))
 
     def release(self) -> None:
         """Make descriptors stale and release the slot, which is reused once it is quiet. Idempotent."""
@@ -376,10 +392,10 @@ class _DeferredFree(Deferred):
 
     __slots__ = ("_lease", "_raw", "_stream")
 
-    def __init__(self, lease: Lease, stream: Stream, raw: Any) -> None:
+    def __init__(self, lease: Lease, stream: Stream) -> None:
         self._lease: Lease | None = lease
         self._stream = stream
-        self._raw = raw
+        self._raw = lease.pointer
 
     def attempt(self) -> bool:
         lease = self._lease

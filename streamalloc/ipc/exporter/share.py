@@ -318,7 +318,8 @@ def send(
     else:
         shared = share(thing, stream, hold=hold)
     described, sent = shared.descriptor, channel._sent
-    # Importers keep the handles of pools and control blocks, so a channel carries each of these handles only once.
+    # Importers keep the handles of pools and control blocks, so a channel carries each of these handles only once. A
+    # descriptor that was made before :func:`serve` names no server for lost handles: its message always carries them.
     exports = None if described.mechanism is Mechanism.PHYSICAL else shared._exports
     known = exports is not None and exports.serve() == described.endpoint and sent.issuperset(shared.handles)
     handles = () if known else shared.fds

@@ -12,12 +12,13 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
+from streamalloc.ipc.exporter.exports import Lease
 from streamalloc.ipc.importer.imported import _CloseDropped
 from streamalloc.testing import Gate
 from tests.ipc import support as steps
 from tests.ipc.support import POSIX, shared_pool, uses
 from tests.processes import SECONDS, Partner, There
-from tests.support import KEEP, MiB, Replaced, eventually, executed, filled, holds, names, pending
+from tests.support import KEEP, MiB, Replaced, eventually, executed, filled, holds, in_threads, names, pending
 
 SIZE = 1 << 16
 
@@ -280,6 +281,25 @@ class TestSlotsAreUsedAgain:
                 buffer.free()
         stream.synchronize()
         assert uses(pool, 0)
+
+
+def test_of_two_threads_that_free_one_has_freed(
+    pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The free waits for a descriptor in transit, and the other thread finds the buffer freed."""
+    shared, end, frees = ipc.share(buffer, hold=True), Lease.try_end, [buffer.free]
+
+    def end_beside_another(lease: Lease, *args: Any, **options: Any) -> bool:
+        if frees:
+            in_threads(frees.pop())
+        return end(lease, *args, **options)
+
+    monkeypatch.setattr(Lease, "try_end", end_beside_another)
+    with pytest.raises(sa.ClosedError, match="was freed"):
+        buffer.free()
+    shared.cancel()
+    stream.synchronize()
+    assert uses(pool, 0)
 
 
 def test_another_thread_has_the_memory_as_soon_as_it_is_free(machine: Any, partner: Partner) -> None:
