@@ -153,18 +153,6 @@ def test_an_importer_that_was_killed_has_nothing(bench: Bench, on_cuda: bool) ->
         assert kinds(bench) == []
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_sharing_announces_what_is_ready(bench: Bench, partner: Partner, wrong: bool) -> None:
-    """The library tells importers by a word when memory is ready: in the order of the stream that it is given."""
-    buffer = of_shared_pool(bench)
-    bench.a.synchronize()
-    bench.write(buffer, bench.a)
-    shared = ipc.share(buffer, stream=bench.b if wrong else bench.a)
-    del shared
-    bench.done(buffer)
-    assert kinds(bench) == (["export before completion"] if wrong else [])
-
-
 def _answers(there: There) -> None:
     """That it was asked is all that is asked."""
 

@@ -57,7 +57,6 @@ def source(machine: Any) -> Iterator[Source]:
         "w = word; as_array h; copy_to h x a; put a w 1; poke h; synchronize a",
         "w = word; as_array h; until a w 1; fill h 3 a; copy_to h x a; open w; finish_past_it a",
         "lend a; as_array h; copy_to h x a; poke h; synchronize a",
-        "p = pinned; as_array h; copy_to h x a; cuMemcpyDtoHAsync p x 4 a; poke h; synchronize a",
         "t = their_stream; as_array h; copy_to h x a; e = event; record a e; cuStreamWaitEvent t e 0; at x t; "
         "finish_past_it t; poke h; synchronize device",
     ],
@@ -155,19 +154,6 @@ def test_a_kernel_that_has_ended(source: Source, launch: Callable[[int], object]
     driver = source.bench.driver
     assert [one.kind for one in driver.hazards] == ["race"]
     driver.hazards.clear()
-
-
-def test_a_copy_of_more_than_a_flag(source: Source) -> None:
-    """The host does not poll so many bytes."""
-    flag = int(source.bench.raw("cuMemHostAlloc", SIZE, 0))
-    source.copy()
-    source.bench.raw("cuMemcpyDtoHAsync", flag, source.target.address, SIZE, cuda.CUstream(source.stream._raw))
-    source.array[:] = 7
-    source.stream.synchronize()
-    driver = source.bench.driver
-    assert [one.kind for one in driver.hazards] == ["race"]
-    driver.hazards.clear()
-    source.bench.raw("cuMemFreeHost", flag)
 
 
 @pytest.mark.parametrize("host", [np.arange(64, dtype=np.uint8), np.ones((8, 1), np.int64)], ids=["bytes", "words"])

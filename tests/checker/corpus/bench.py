@@ -288,6 +288,7 @@ def _raw_of_pool(b: Bench, stream: sa.Stream) -> int:
 
 THINGS: dict[str, Callable[..., Any]] = {
     "new": Bench.new,
+    "made_by": Bench.made_by,
     "ready": Bench.ready,
     "word": Bench.word,
     "stream": Bench.stream,
@@ -309,6 +310,7 @@ THINGS: dict[str, Callable[..., Any]] = {
     "of_host_pool": of_host_pool,
     "of_shared_pool": _of_shared_pool,
     "opened": lambda b, buffer: b.shared.open(buffer),
+    "node_pool": lambda b: b.keep(sa.MemoryPool(sa.MemLocation.host_numa(0), driver=b.driver)),
     "default_pool": lambda b: sa.MemoryPool.default(b.device),
     "of_current_pool": lambda b, stream: sa.allocate(SIZE, stream),
     "raw_of_pool": _raw_of_pool,
@@ -319,7 +321,7 @@ THINGS: dict[str, Callable[..., Any]] = {
     "allow": lambda b, device, access: b.pool.set_access(device, sa.MemAccess(access)),
     "growable": lambda b: b.keep(vmm.GrowableBuffer(b.device, PAGE, PAGE, stream=b.a)),
 }
-_ACTS: dict[str, Callable[..., Any]] = {
+ACTS: dict[str, Callable[..., Any]] = {
     "read": lambda memory, stream: memory.used(stream, write=False),
     "write": lambda memory, stream: memory.used(stream),
     "add": lambda memory, stream: memory.used(stream, atomic=True),
@@ -390,7 +392,7 @@ class Steps:
         things = [self._thing(word) for word in words]
         if act in THINGS:
             return THINGS[act](self.b, *things)
-        return _ACTS[act](*things) if act in _ACTS else getattr(things[0], act)(*things[1:])
+        return ACTS[act](*things) if act in ACTS else getattr(things[0], act)(*things[1:])
 
     def _capture(self, *stream: sa.Stream) -> Any:
         """Begin a capture of a stream, or end it."""

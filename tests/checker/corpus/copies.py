@@ -76,6 +76,8 @@ race
         launch g a; + synchronize a; poke h; synchronize a
     the_host_writes_a_registered_source: x = new a; h = pageable; cuMemHostRegister h 4096 0;
         cuMemcpyHtoDAsync x h 4096 a; + synchronize a; poke h; synchronize a; cuMemHostUnregister h
+    a_copy_back_of_more_than_a_flag_is_not_polled: x = new a; h = of_host_pool; p = pinned; as_array h; copy_to h x a;
+        cuMemcpyDtoHAsync p x 4|4096 a; poke h; synchronize a
     the_host_reports_a_write_of_a_source: x = new a; h = of_host_pool; copy_to h x a; + synchronize a; host_writes h
     another_stream_reads_what_pageable_memory_was_copied_to: x = ready; h = pageable; cuMemcpyHtoD x h 4096;
         + cuStreamSynchronize 0; read x a

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable
 
 import numpy as np
 
 from streamalloc import testing, vmm
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import CASES, GONE, PAGE, RAW_ACTS, SIZE, Bench, Case, hazard, programs
+from tests.checker.corpus.bench import GONE, PAGE, RAW_ACTS, SIZE, Bench, hazard, programs
 from tests.checker.corpus.nodes import Graph
 
 programs(
@@ -21,6 +20,14 @@ free racing a use
         free x; - cuMemcpyDtoDAsync y x 4096 b
 use after free
     access_is_granted_after_the_unmap: m = mapped; - unmap m; grant m 3
+    freed_memory_is_exported: x = cuMemAlloc 4096; - cuMemFree x; cuIpcGetMemHandle x; + cuMemFree x
+    freed_memory_is_written_by_a_value: x = cuMemAlloc 4096; - cuMemFree x; put a x 0; synchronize a; + cuMemFree x
+    freed_memory_is_waited_for_by_a_value: x = cuMemAlloc 4096; + cuMemsetD8 x 0 4; + synchronize device; - cuMemFree x;
+        until a x 0; synchronize a; + cuMemFree x
+    freed_memory_is_filled_in_a_capture: x = cuMemAlloc 4096; - cuMemFree x; begin a; cuMemsetD8Async x 1 4096 a; end;
+        + cuMemFree x
+    freed_memory_is_filled_by_a_node: x = cuMemAlloc 4096; - cuMemFree x; g = graph; node g x; + cuMemFree x
+    freed_memory_is_set_up_for_synchronous_copies: x = cuMemAlloc 4096; - cuMemFree x; synchronous x; + cuMemFree x
 """,
     simulated=GONE,
 )
@@ -66,48 +73,10 @@ use after free
     simulated="modules of the simulated driver need no code",
 )
 
-_SYNC = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 _LIBC = ctypes.CDLL(None)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
 _FIXED_NOREPLACE = 0x100000
-
-
-def _raw(b: Bench) -> cuda.CUstream:
-    return cuda.CUstream(b.a.handle)
-
-
-def _captured(b: Bench, address: int) -> None:
-    with b.a.capture() as graph:
-        b.raw("cuMemsetD8Async", address, 1, SIZE, _raw(b))
-    b.keep(graph)
-
-
-_CALLS: dict[str, Callable[[Bench, int], object]] = {
-    "exported": lambda b, address: b.raw("cuIpcGetMemHandle", cuda.CUdeviceptr(address)),
-    "written_by_a_value": lambda b, address: b.raw("cuStreamWriteValue32", _raw(b), address, 0, 0),
-    "waited_for_by_a_value": lambda b, address: b.raw("cuStreamWaitValue32", _raw(b), address, 0, 0),
-    "filled_in_a_capture": _captured,
-    "filled_by_a_node": lambda b, address: Graph(b).fill(address),
-    "set_up_for_synchronous_copies": lambda b, address: b.raw("cuPointerSetAttribute", True, _SYNC, address),
-}
-
-
-def _add(name: str, call: Callable[[Bench, int], object]) -> None:
-    def run(b: Bench, right: bool) -> None:
-        address = int(b.raw("cuMemAlloc", SIZE))
-        if right:
-            call(b, address)
-            b.device.synchronize()
-        b.raw("cuMemFree", address)
-        if not right:
-            call(b, address)
-
-    CASES.append(Case(f"freed_memory_is_{name}", "use after free", run, simulated=GONE))
-
-
-for _name, _call in _CALLS.items():
-    _add(_name, _call)
 
 
 @testing.kernel("corpus_write", writes=lambda address, nbytes: [(address, nbytes)])
@@ -119,13 +88,15 @@ def _launch(b: Bench, address: int, nbytes: int) -> None:
     module = b.raw("cuModuleLoadData", b"\x7fELF")
     arguments = ((int(address), nbytes), (ctypes.c_void_p, ctypes.c_int))
     function = b.raw("cuModuleGetFunction", module, b"corpus_write")
-    b.raw("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, _raw(b), arguments, 0)
+    b.raw("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, cuda.CUstream(b.a.handle), arguments, 0)
     b.raw("cuCtxSynchronize")
     b.raw("cuModuleUnload", module)
 
 
 testing.device_global("corpus_table", SIZE)
 RAW_ACTS["kernel"] = _launch
+_SYNC = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+RAW_ACTS["synchronous"] = lambda b, address: b.raw("cuPointerSetAttribute", True, _SYNC, address)
 RAW_ACTS["module"] = lambda b: b.raw("cuModuleLoadData", b"\x7fELF")
 RAW_ACTS["variable"] = lambda b, module: int(b.raw("cuModuleGetGlobal", module, b"corpus_table"))
 
@@ -142,7 +113,7 @@ def host_memory_at_the_addresses_of_a_mapping(b: Bench, right: bool) -> None:
     there = _LIBC.mmap(addresses, PAGE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     x = b.new(b.a)
     b.order(b.a, b.b)
-    b.raw("cuMemcpyHtoDAsync", x.address, there, SIZE, _raw(b))
+    b.raw("cuMemcpyHtoDAsync", x.address, there, SIZE, cuda.CUstream(b.a.handle))
     b.order(b.a, b.b, right)
     b.write(x, b.b)
     b.done(x)
@@ -156,11 +127,12 @@ def a_function_of_a_graph_follows_a_gate_that_the_host_opens(b: Bench, right: bo
     b.a.synchronize()
     called = threading.Event()
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: called.set())
+    stream = cuda.CUstream(b.a.handle)
     with b.a.capture() as graph:
         b.read(x, b.a)
-        b.raw("cuLaunchHostFunc", _raw(b), cuda.CUhostFn(ctypes.cast(function, ctypes.c_void_p).value), 0)
+        b.raw("cuLaunchHostFunc", stream, cuda.CUhostFn(ctypes.cast(function, ctypes.c_void_p).value), 0)
     b.keep(graph)
-    b.raw("cuStreamWaitValue32", _raw(b), gate, 1, 0)
+    b.raw("cuStreamWaitValue32", stream, gate, 1, 0)
     graph.launch(b.a)
     b.order(b.a, b.b, right)
     b.write(x, b.b)

@@ -15,6 +15,7 @@ unmap while in use
     evicted_after_the_wrong_stream: x = growable; write x b; evict_after x b|a; restore x
 use after free
     used_after_the_unmap: m = mapped; - unmap m; at m a
+    the_memory_lies_elsewhere_now: m = mapped; n = another m; unmap m; map m 1 1; at n|m a
     the_middle_of_a_range_was_unmapped: m = mapped; at m+1048576 a 16; synchronize a; unmap m; + map m;
         at m+1048576 b 16
     host_memory_is_used_after_it_was_unregistered: h = pageable; x = ready; cuMemHostRegister h 4096 0;
@@ -38,6 +39,7 @@ double free
 leak
     pool_memory_is_not_freed: x = cuMemAllocAsync 4096 a; + cuMemFreeAsync x a; finish driver; - cuMemFreeAsync x a
     a_mapping_is_left: m = mapped; + unmap m; + release m; finish driver
+    physical_memory_is_left_where_nothing_is_mapped: m = mapped; unmap m; + release m; finish driver
 """
 )
 programs(
@@ -108,16 +110,6 @@ def an_array_is_left(b: Bench, right: bool) -> None:
 # -- rights, and what lies under addresses ---------------------------------------------------------------------
 
 
-@hazard("use after free")
-def the_memory_lies_elsewhere_now(b: Bench, right: bool) -> None:
-    addresses = b.keep(vmm.AddressRange(2 * PAGE, driver=b.driver))
-    memory = b.keep(vmm.PhysicalMemory(b.device, PAGE))
-    addresses.map(memory, access=b.device).close()
-    addresses.map(memory, PAGE, access=b.device)
-    b.at(addresses.address + PAGE if right else addresses.address, b.a)
-    b.device.synchronize()
-
-
 @hazard("unmap while in use")
 def a_group_sleeps_after_the_wrong_stream(b: Bench, right: bool) -> None:
     group = b.keep(vmm.SleepGroup(b.device))
@@ -125,12 +117,3 @@ def a_group_sleeps_after_the_wrong_stream(b: Bench, right: bool) -> None:
     b.write(x, b.b)
     group.sleep(stream=b.a, after=b.b if right else b.a)
     group.wake(stream=b.a)
-
-
-@hazard("leak")
-def physical_memory_is_left_where_nothing_is_mapped(b: Bench, right: bool) -> None:
-    memory = vmm.PhysicalMemory(b.device, PAGE)
-    if right:
-        memory.close()
-    b.driver.finish()
-    memory.close()

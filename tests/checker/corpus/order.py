@@ -1,11 +1,28 @@
 """Two uses of the same memory; host functions and words."""
 
-import threading
-from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import streamalloc as sa
-from tests.checker.corpus.bench import Bench, hazard, programs
+from tests.checker.corpus.bench import ACTS, THINGS, Bench, programs
 
+
+def _array(b: Bench, memory: sa.Memory, stream: sa.Stream | None = None) -> Any:
+    """Memory as another library shows it."""
+    made = {"version": 3, "shape": (memory.nbytes,), "typestr": "|u1", "data": (memory.address, False)}
+    return SimpleNamespace(__cuda_array_interface__=made | {"stream": stream and stream.handle})
+
+
+def _on_its_own_stream(b: Bench, memory: sa.Memory, waits: int) -> None:
+    """The work of a thread on its per-thread default stream, which it waits for or not."""
+    memory.fill(1, b.device.per_thread_stream)
+    b.wait(b.device.per_thread_stream, bool(waits))
+
+
+THINGS["array"] = _array
+THINGS["work"] = _on_its_own_stream
+# Without a stream: the library has asked for no order.
+ACTS["dlpack"] = lambda memory, stream=None: memory.__dlpack__(stream=stream.handle if stream else -1)
 programs(
     """
 race
@@ -32,6 +49,12 @@ race
     a_word_is_set_by_a_fill: w = flag; x = ready; + fill x 1 a; cuMemsetD32Async w 1 1 a; - fill x 1 a; until b w 1;
         fill x 2 b
     work_of_another_thread: x = ready; elsewhere write x b; + elsewhere synchronize b; write x c
+    per_thread_streams_of_two_threads: x = ready; s = per_thread; elsewhere work x 1|0; write x s
+    threads_one_after_the_other_have_streams_of_their_own: x = ready; elsewhere work x 1|0; elsewhere work x 1|0
+    dlpack_was_asked_for_no_order: x = ready; write x a; + dlpack x b; - dlpack x; read x b
+    an_array_without_a_stream_has_to_be_ready: x = ready; y = ready; write x a; + z = array x a; - z = array x;
+        copy_from y z b
+    an_array_of_the_wrong_stream: x = ready; y = ready; l = legacy; write y l|c; z = array y l; copy_to x z b
     the_word_of_one_of_two_writers: w = word; x = ready; y = ready; fill x 1 a; put a w 1; fill y 1 b; put b w+4 1;
         until c w 1 2; + until c w+4 1 2; fill x 2 c; fill y 2 c
 free racing a use
@@ -58,79 +81,3 @@ race
 """,
     gpus=2,
 )
-
-# -- two uses -------------------------------------------------------------------------------------------------
-
-
-def _in_thread(run: Callable[[], object]) -> None:
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-
-
-@hazard("race")
-def per_thread_streams_of_two_threads(b: Bench, right: bool) -> None:
-    x = b.ready()
-    mine = b.device.per_thread_stream
-
-    def other() -> None:
-        b.write(x, b.device.per_thread_stream)
-        b.wait(b.device.per_thread_stream, right)
-
-    _in_thread(other)
-    b.write(x, mine)
-
-
-# -- more streams, threads and devices -------------------------------------------------------------------------
-
-
-@hazard("race")
-def threads_one_after_the_other_have_streams_of_their_own(b: Bench, right: bool) -> None:
-    x = b.ready()
-
-    def work() -> None:
-        stream = b.device.per_thread_stream
-        x.fill(1, stream)
-        b.wait(stream, right)
-
-    for _ in range(2):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-
-
-# -- other libraries -------------------------------------------------------------------------------------------
-
-
-@hazard("race")
-def dlpack_was_asked_for_no_order(b: Bench, right: bool) -> None:
-    x = b.ready()
-    b.write(x, b.a)
-    x.__dlpack__(stream=b.b.handle if right else -1)
-    b.read(x, b.b)
-
-
-class _Array:
-    """Memory as another library shows it."""
-
-    def __init__(self, memory: sa.Memory, stream: int | None) -> None:
-        data = (memory.address, False)
-        self.__cuda_array_interface__ = {
-            "version": 3, "shape": (memory.nbytes,), "typestr": "|u1", "data": data, "stream": stream
-        }  # fmt: skip
-
-
-@hazard("race")
-def an_array_without_a_stream_has_to_be_ready(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.b)
-    b.device.synchronize()
-    b.write(x, b.a)
-    y.copy_from(_Array(x, b.a.handle if right else None), b.b)
-
-
-@hazard("race")
-def an_array_of_the_wrong_stream(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.b)
-    b.device.synchronize()
-    b.write(y, b.device.default_stream if right else b.c)
-    x.copy_to(_Array(y, 1), b.b)

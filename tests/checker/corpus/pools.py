@@ -12,10 +12,12 @@ programs(
 use before allocation
     used_on_another_stream_at_once: x = new a; + a > b; write x b
     an_event_query_of_another_event: e = event; f = event; record a e; x = new a; record a f; poll f|e; write x b
+    the_host_uses_pinned_memory_of_a_pool_too_early: n = node_pool; x = made_by n a; + synchronize a; host_writes x
 free before allocation
     freed_on_another_stream_at_once: x = new a; + a > b; free x b
 free racing a use
     freed_while_another_stream_reads: x = new a; a > b; read x b; + b > a; free x
+    handed_to_another_library_by_dlpack: x = new a; d = dlpack x b; + wait a b; free x
     freed_at_once_while_in_use: x = raw_of_pool a; synchronize a; at x a; + synchronize a; cuMemFree x
     used_while_another_stream_frees: x = new a; a > b; - free x; at x b; + b > a; + free x
 double free
@@ -68,31 +70,6 @@ race
 """,
     portable=False,
 )
-
-# -- pools: allocation ----------------------------------------------------------------------------------------
-
-
-@hazard("use before allocation")
-def the_host_uses_pinned_memory_of_a_pool_too_early(b: Bench, right: bool) -> None:
-    with sa.MemoryPool(sa.MemPoolProps(location=sa.MemLocation.host_numa(0)), driver=b.driver) as pool:
-        x = pool.allocate(SIZE, b.a)
-        b.wait(b.a, right)
-        x.used(on_host=True)
-        b.done(x)
-
-
-# -- pools: free ----------------------------------------------------------------------------------------------
-
-
-@hazard("free racing a use")
-def handed_to_another_library_by_dlpack(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    capsule = x.__dlpack__(stream=b.b.handle)
-    if right:
-        b.a.wait(b.b)
-    x.free()
-    del capsule
-
 
 # -- ends of blocks and streams --------------------------------------------------------------------------------
 

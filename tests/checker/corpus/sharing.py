@@ -8,7 +8,13 @@ import streamalloc as sa
 from streamalloc import ipc, multicast, vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import multimem_ld_reduce, multimem_red, multimem_st
-from tests.checker.corpus.bench import PAGE, THINGS, Bench, hazard, programs
+from tests.checker.corpus.bench import PAGE, POSIX, THINGS, Bench, hazard, programs
+
+_FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+# The library tells importers by a word when memory is ready, in the order of the stream that it is given.
+THINGS["share"] = lambda b, memory, stream: ipc.share(memory, stream=stream)
+THINGS["shareable"] = lambda b: b.keep(vmm.GrowableBuffer(b.device, PAGE, PAGE, handle_types=POSIX, stream=b.a))
+_NO_OBJECTS = "no test makes multicast objects on GPUs that others share"
 
 programs(
     """
@@ -17,6 +23,8 @@ export before completion
     exported_while_it_is_allocated: x = of_shared_pool; e = interprocess; + record a e; cuMemPoolExportPointer x
     exported_with_an_event_of_another_stream: x = of_shared_pool; fill x 1 a; e = interprocess; record a|b e;
         cuMemPoolExportPointer x
+    shared_in_the_order_of_another_stream: x = of_shared_pool; synchronize a; write x a; share x a|b
+    a_growable_buffer_is_shared_in_the_order_of_another_stream: x = shareable; write x b; share x b|a
     plain_memory_is_exported_while_it_is_filled: x = cuMemAlloc 4096; cuMemsetD8Async x 1 4096 a; + synchronize a;
         cuIpcGetMemHandle x; synchronize device; cuMemFree x
 race
@@ -40,20 +48,10 @@ race
         - store t s; synchronize a; synchronize s
 """,
     gpus=2,
-    simulated="no test makes multicast objects on GPUs that others share",
+    simulated=_NO_OBJECTS,
 )
 
-# -- sharing --------------------------------------------------------------------------------------------------
-
-
-_POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
-_FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-
 # -- multicast objects ----------------------------------------------------------------------------------------
-
-
-_NO_OBJECTS = "no test makes multicast objects on GPUs that others share"
 
 
 class Team:
@@ -110,7 +108,7 @@ def the_object_is_unmapped_while_it_is_written(b: Bench, right: bool) -> None:
 @hazard("export before completion")
 def physical_memory_is_exported_while_it_is_written(b: Bench, right: bool) -> None:
     addresses = b.keep(vmm.AddressRange(PAGE, driver=b.driver))
-    memory = b.keep(vmm.PhysicalMemory(b.device, PAGE, handle_types=_POSIX))
+    memory = b.keep(vmm.PhysicalMemory(b.device, PAGE, handle_types=POSIX))
     addresses.map(memory, access=b.device)
     b.at(addresses.address, b.a)
     b.wait(b.a, right)
@@ -119,18 +117,10 @@ def physical_memory_is_exported_while_it_is_written(b: Bench, right: bool) -> No
     b.device.synchronize()
 
 
-@hazard("export before completion")
-def a_growable_buffer_is_shared_in_the_order_of_another_stream(b: Bench, right: bool) -> None:
-    x = b.keep(vmm.GrowableBuffer(b.device, PAGE, PAGE, handle_types=_POSIX, stream=b.a))
-    b.write(x, b.b)
-    ipc.share(x, stream=b.b if right else b.a)
-    b.device.synchronize()
-
-
 @hazard("race")
 def two_imports_of_one_file(b: Bench, right: bool) -> None:
     """As in a process that imports: what has exported the memory is not seen."""
-    memory = b.keep(vmm.PhysicalMemory(sa.Device(0, driver=b.driver.wrapped), PAGE, handle_types=_POSIX))
+    memory = b.keep(vmm.PhysicalMemory(sa.Device(0, driver=b.driver.wrapped), PAGE, handle_types=POSIX))
     with memory.export() as file:
         handles = [b.raw("cuMemImportFromShareableHandle", file.fileno(), _FILE) for _ in range(2)]
     given = sa.MemAccessDesc(sa.MemLocation.device(0), sa.MemAccess.READWRITE).to_driver()
