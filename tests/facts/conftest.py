@@ -1,5 +1,6 @@
 """The fixtures of the fact tests."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,15 +53,8 @@ def peer(process: Peer, rig: Rig) -> Iterator[Peer]:
 @pytest.fixture
 def another(on_cuda: bool) -> Iterator[Callable[..., Peer]]:
     """Makes processes that a test may end or kill; what is left of them is killed at its end."""
-    made: list[Peer] = []
-
-    def make(**given: Any) -> Peer:
-        made.append(Peer(on_cuda, **given))
-        return made[-1]
-
-    yield make
-    for process in made:
-        process.close()
+    with contextlib.ExitStack() as made:
+        yield lambda **given: made.enter_context(Peer(on_cuda, **given))
 
 
 @pytest.fixture

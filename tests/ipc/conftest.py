@@ -1,5 +1,6 @@
 """Fixtures for sharing between processes: a partner in another process, and pools to share."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -43,15 +44,8 @@ def partner(processes: list[Partner], on_cuda: bool, device: sa.Device) -> Itera
 @pytest.fixture
 def another(on_cuda: bool) -> Iterator[Callable[[], Partner]]:
     """Makes processes that a test may end or kill; what is left of them is killed at its end."""
-    made: list[Partner] = []
-
-    def make() -> Partner:
-        made.append(Partner(on_cuda))
-        return made[-1]
-
-    yield make
-    for partner in made:
-        partner.close()
+    with contextlib.ExitStack() as made:
+        yield lambda: made.enter_context(Partner(on_cuda))
 
 
 @pytest.fixture

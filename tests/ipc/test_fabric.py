@@ -1,6 +1,7 @@
 """Physical memory that is shared by fabric handles: bytes in the descriptor, and no descriptor that travels."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -11,6 +12,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.ipc.transport.channel import PACKET_DATA
+from tests.hosts import Host
 from tests.ipc import kinds
 from tests.ipc.exporter.test_foreign import Array
 from tests.ipc.kinds import KINDS, Made, closing
@@ -305,3 +307,76 @@ def close(range_: vmm.AddressRange, memories: list[vmm.PhysicalMemory]) -> None:
     range_.close()
     for one in memories:
         one.close()
+
+
+# -- another machine of the IMEX domain: only bytes reach it, and nobody there waits for the contents ------------------
+
+one_machine = pytest.mark.simulated_only("one machine cannot be two")
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    with Host() as process:
+        yield process
+
+
+@one_machine
+@pytest.mark.parametrize("hold", [False, True])
+def test_opened_there(buffer: vmm.GrowableBuffer, host: Host, hold: bool) -> None:
+    """The exporter has synchronised; a hold lasts until it is cancelled."""
+    filled(buffer, 1)
+    buffer.stream.synchronize()
+    shared = ipc.share(buffer, hold=hold, handle_type=FABRIC)
+    opened = host.opens(bytes(shared))
+    assert opened.shows(1) and host.run(_knows_no_owner)
+    opened.write(2)
+    assert shows(buffer, 2) and shared.held is hold
+    shared.cancel()
+    assert not shared.held
+    opened.close()
+
+
+def _knows_no_owner(there: There) -> bool:
+    opened = there.kept["it"]
+    return (opened.lost, opened.owner_alive) == (False, None)
+
+
+@one_machine
+def test_opened_here(host: Host, stream: sa.Stream) -> None:
+    """The memory outlives its owner's range."""
+    host.run(_make_filled)
+    with ipc.open(host.bytes_of("made", hold=True), stream=stream) as opened:
+        host.run(_drop)
+        assert shows(opened, 5)
+
+
+def _make_filled(there: There) -> None:
+    buffer = vmm.GrowableBuffer(there.device, 64 * MiB, MiB, handle_types=FABRIC, stream=there.stream)
+    filled(there.keep("made", buffer), 5)
+    there.stream.synchronize()
+
+
+def _drop(there: There) -> None:
+    there.kept.pop("made").close()
+
+
+@one_machine
+def test_nothing_else_is_shared(buffer: vmm.GrowableBuffer, device: sa.Device, host: Host) -> None:
+    """Neither file descriptors, nor what the exporter serves: its socket is one of its own machine."""
+    with (
+        device.create_event(interprocess=True) as event,
+        sa.MemoryPool(device, handle_types=POSIX) as pool,
+        pool.allocate(MiB, stream=buffer.stream) as allocated,
+    ):
+        for thing in (event, pool, allocated):
+            shared = ipc.share(thing)
+            assert "does not see" in host.run(_refused, bytes(shared), len(shared.fds))
+
+
+def _refused(there: There, data: bytes, handles: int) -> str:
+    there.came = tuple(ipc.Fd(os.open(os.devnull, os.O_RDONLY)) for _ in range(handles))
+    try:
+        there.open(data, there.stream)
+    except ValueError as error:
+        return str(error)
+    return ""

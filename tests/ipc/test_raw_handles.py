@@ -174,15 +174,19 @@ class TestOursThere:
             peer.value("cuIpcOpenEventHandle", handle, keep="event")
             assert peer.said("cuEventQuery", Kept("event")) == "SUCCESS"
 
-    def test_what_was_closed_is_not_given_out(self, device: sa.Device, stream: sa.Stream) -> None:
-        """Nor if it was exported before."""
+    @pytest.mark.parametrize("before", [True, False])
+    def test_what_was_closed_is_not_given_out(self, device: sa.Device, stream: sa.Stream, before: bool) -> None:
+        """Whether or not it was exported before."""
         pool, event = shared_pool(device), device.create_event(interprocess=True)
         memory = vmm.PhysicalMemory(device, PAGE, handle_types=POSIX)
-        things: list[Any] = [pool.allocate(64, stream), pool, memory, event]
+        growable = vmm.GrowableBuffer(device, 8 * MiB, MiB, handle_types=POSIX)
+        things: list[Any] = [pool.allocate(64, stream), pool, memory, event, growable]
+        views = [things[0][:4]]
         for thing in things:
-            thing.handles().close()
+            if before:
+                thing.handles().close()
             thing.close()
-        for thing in things:
+        for thing in (*things, *views):
             each_raises(sa.ClosedError, thing.handles, functools.partial(ipc.share, thing))
 
 

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.facts.conftest import another, peer, process
+from tests.facts.conftest import arrays as sparse
 from tests.facts.support import Rig
 from tests.simulator.support import new_rig
 
-__all__ = ["another", "peer", "process"]
+__all__ = ["another", "peer", "process", "sparse"]
 
 
 @pytest.fixture

@@ -199,14 +199,6 @@ class TestMemory:
 # -- copies of sparse arrays -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sparse(rig: Rig) -> Iterator[Arrays]:
-    """On a machine of its own."""
-    arrays = Arrays(rig)
-    yield arrays
-    arrays.close()
-
-
 @simulated_only
 @pytest.mark.parametrize("kind", ["flat", "layered", "solid"])
 @pytest.mark.parametrize("element", sorted(FORMATS))

@@ -14,7 +14,7 @@ import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.ipc.wire.descriptor import Mechanism
 from streamalloc.testing import Gate, settle
-from tests.ipc.support import PAGE, POSIX, busy, hold, idle, make_buffer
+from tests.ipc.support import PAGE, POSIX, busy, hold, idle
 from tests.processes import Partner, There, holds_there
 from tests.support import MiB, each_raises, eventually, pattern, read
 
@@ -55,168 +55,6 @@ class Slotted:
         self.__cuda_array_interface__ = array.__cuda_array_interface__
 
 
-class Plain:
-    """Allocations of ``cuMemAlloc``, with a pattern."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        self._addresses: list[int] = []
-
-    def __call__(self, nbytes: int, seed: int = 1) -> Array:
-        result, address = self._raw.cuMemAlloc(nbytes)
-        assert result == 0
-        self._addresses.append(int(address))
-        self.write(array := Array(int(address), nbytes), seed)
-        return array
-
-    def write(self, array: Array, seed: int) -> None:
-        nbytes = array.__cuda_array_interface__["shape"][0]
-        data = pattern(nbytes, seed)
-        assert self._raw.cuMemcpyHtoD(array.address, data.ctypes.data, nbytes)[0] == 0
-
-    def shows(self, array: Array, seed: int) -> bool:
-        nbytes = array.__cuda_array_interface__["shape"][0]
-        data = pattern(nbytes, 99)
-        assert self._raw.cuMemcpyDtoH(data.ctypes.data, array.address, nbytes)[0] == 0
-        return bool((data == pattern(nbytes, seed)).all())
-
-    def free(self) -> None:
-        while self._addresses:
-            assert self._raw.cuMemFree(self._addresses.pop())[0] == 0
-
-
-@pytest.fixture
-def plain(raw: Any, partner: Partner) -> Iterator[Plain]:
-    plain = Plain(raw)
-    yield plain
-    partner.reset()
-    plain.free()
-
-
-class TestPlainMemory:
-    @pytest.mark.parametrize("nbytes", [BLOCK, 3 * BLOCK])
-    def test_whole_blocks(self, plain: Plain, partner: Partner, nbytes: int) -> None:
-        """It is alone in its blocks, so nothing else is exposed."""
-        array = plain(nbytes)
-        shared = ipc.share(array)
-        assert shared.descriptor.mechanism is Mechanism.LEGACY
-        opened = partner.open(shared)
-        assert (opened.kind, opened.nbytes) == ("ImportedBuffer", nbytes)
-        assert opened.shows(1)
-        opened.write(2)
-        assert plain.shows(array, 2)
-        opened.close()
-
-    @pytest.mark.parametrize("nbytes", [1, 1000, BLOCK - 512, BLOCK + 512, 3 * MiB])
-    def test_not_alone_in_its_blocks(self, plain: Plain, nbytes: int) -> None:
-        with pytest.raises(ValueError, match=r"2 MiB.*expose_block=True"):
-            ipc.share(plain(nbytes))
-
-    def test_not_alone_and_exposed(self, plain: Plain, partner: Partner) -> None:
-        """Two small allocations of one block."""
-        one, two = plain(1000, 1), plain(3000, 2)
-        opened = [partner.give(array, expose_block=True) for array in (one, two)]
-        assert [each.nbytes for each in opened] == [1000, 3000]
-        assert opened[0].shows(1) and opened[1].shows(2)
-        opened[0].write(5)
-        assert plain.shows(one, 5) and plain.shows(two, 2)
-        opened[0].close()
-        assert opened[1].shows(2)
-        opened[1].close()
-
-    def test_opened_twice(self, plain: Plain, partner: Partner) -> None:
-        """The driver counts: the memory stays until the last is closed."""
-        array = plain(2 * BLOCK)
-        plain.write(array[:BLOCK], 4)
-        first, second = partner.give(array), partner.give(array[:BLOCK])
-        assert first.address == second.address
-        first.close()
-        assert second.shows(4)
-        second.close()
-        again = partner.give(array[:BLOCK])
-        assert again.shows(4)
-        again.close()
-
-    def test_arrays_of_all_kinds(self, plain: Plain, partner: Partner) -> None:
-        """Without weak references, read only, of another type, without dimensions."""
-        address = plain(BLOCK).address
-        arrays: list[tuple[Any, int]] = [
-            (Slotted(Array(address, BLOCK)), BLOCK),
-            (Array(address, BLOCK, data=(address, True)), BLOCK),
-            (Array(address, 0, shape=(128, 1024), typestr="<f4"), 128 * 1024 * 4),
-            (Array(address, 0, shape=(), typestr="<f8"), 8),
-        ]
-        for array, nbytes in arrays:
-            opened = partner.give(array)
-            assert opened.nbytes == nbytes and (nbytes < BLOCK or opened.shows(1))
-            opened.close()
-
-
-class TestOrder:
-    def test_after_the_stream_it_names(self, plain: Plain, partner: Partner, stream: sa.Stream, gate: Gate) -> None:
-        address = plain(BLOCK).address
-        stream.device.synchronize()
-        gate.hold(stream)
-        partner.give(Array(address, BLOCK, stream.handle))
-        assert partner.run(busy)
-        gate.open()
-        assert partner.run(idle)
-
-    @pytest.mark.parametrize("number", [1, 2], ids=["legacy", "per thread"])
-    def test_default_streams(self, plain: Plain, partner: Partner, number: int) -> None:
-        opened = partner.give(Array(plain(BLOCK).address, BLOCK, number))
-        assert opened.shows(1)
-        opened.close()
-
-
-class TestPoolMemory:
-    def test_of_a_pool_of_ours(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        """A library that allocates from our pool: its arrays are pool allocations."""
-        with pool.allocate(MiB, stream) as buffer:
-            buffer.copy_from(pattern(MiB, 1))
-            stream.synchronize()
-            shared = ipc.share(Array(buffer.address + 512, 1024))
-            assert shared.descriptor.mechanism is Mechanism.POOL_POINTER
-            assert (shared.descriptor.offset, shared.descriptor.size) == (512, 1024)
-            opened = partner.open(shared)
-            opened.write(9)
-            assert (read(buffer[512:1536]) == pattern(1024, 9)).all()
-            assert (read(buffer[:512]) == pattern(MiB, 1)[:512]).all()
-            opened.close()
-            assert partner.run(idle)
-            assert isinstance(buffer, sa.Buffer)  # no lease: its library frees it without asking
-
-    def test_of_a_pool_of_other_code(self, raw: Any, stream: sa.Stream, partner: Partner) -> None:
-        """One after the other, as their handles may be the same number."""
-        props = sa.MemPoolProps(location=sa.MemLocation.device(0), handle_types=POSIX).to_driver()
-        queue = raw.CUstream(stream.handle)
-        for value in range(3):
-            result, made = raw.cuMemPoolCreate(props)
-            assert result == 0
-            result, address = raw.cuMemAllocFromPoolAsync(MiB, made, queue)
-            assert result == 0
-            assert raw.cuMemsetD8Async(address, value, MiB, queue)[0] == 0
-            opened = partner.give(Array(int(address), MiB, stream.handle), f"it {value}")
-            assert partner.run(holds_there, f"it {value}", value)
-            opened.close()
-            assert partner.run(idle)
-            assert raw.cuMemFreeAsync(address, queue)[0] == 0
-            stream.synchronize()
-            assert raw.cuMemPoolDestroy(made)[0] == 0
-
-    def test_of_a_pool_that_is_not_made_for_it(self, device: sa.Device, stream: sa.Stream) -> None:
-        with sa.MemoryPool(device) as pool, pool.allocate(MiB, stream) as buffer, sa.allocate(MiB, stream) as other:
-            for memory in (buffer, other):
-                with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
-                    ipc.share(Array(memory.address, MiB))
-
-    def test_what_was_opened(self, partner: Partner, stream: sa.Stream) -> None:
-        """Only its owner can share it."""
-        partner.run(make_buffer, "buffer", 1)
-        with partner.take("buffer", stream) as opened, pytest.raises(ValueError):
-            ipc.share(Array(opened.address, 512))
-
-
 class Owned(Array):
     """An array whose library frees its memory with the last reference."""
 
@@ -245,11 +83,21 @@ class Library:
         self.raw, self.device, self.pool, self.stream = raw, device, pool, stream
         self.alive: set[int] = set()
 
-    def __call__(self, kind: str, seed: int = 1, nbytes: int = BLOCK) -> Owned:
+    def __call__(self, kind: str, nbytes: int = BLOCK, seed: int = 1) -> Owned:
         array = Owned(getattr(self, f"_{kind}")(nbytes), nbytes=nbytes)
+        self.write(array, seed)
+        return array
+
+    def write(self, array: Array, seed: int) -> None:
+        nbytes = array.__cuda_array_interface__["shape"][0]
         data = pattern(nbytes, seed)
         assert self.raw.cuMemcpyHtoD(array.address, data.ctypes.data, nbytes)[0] == 0
-        return array
+
+    def shows(self, array: Array, seed: int) -> bool:
+        nbytes = array.__cuda_array_interface__["shape"][0]
+        data = pattern(nbytes, 99)
+        assert self.raw.cuMemcpyDtoH(data.ctypes.data, array.address, nbytes)[0] == 0
+        return bool((data == pattern(nbytes, seed)).all())
 
     def _pool(self, nbytes: int) -> Allocation:
         queue = self.raw.CUstream(self.stream.handle)
@@ -289,6 +137,121 @@ def all_freed(library: Library) -> bool:
     return eventually(lambda: bool(settle() >= 0 and not library.alive))
 
 
+class TestPlainMemory:
+    @pytest.mark.parametrize("nbytes", [BLOCK, 3 * BLOCK])
+    def test_whole_blocks(self, library: Library, partner: Partner, nbytes: int) -> None:
+        """It is alone in its blocks, so nothing else is exposed."""
+        array = library("plain", nbytes)
+        shared = ipc.share(array)
+        assert shared.descriptor.mechanism is Mechanism.LEGACY
+        opened = partner.open(shared)
+        assert (opened.kind, opened.nbytes) == ("ImportedBuffer", nbytes)
+        assert opened.shows(1)
+        opened.write(2)
+        assert library.shows(array, 2)
+        opened.close()
+
+    @pytest.mark.parametrize("nbytes", [1, 1000, BLOCK - 512, BLOCK + 512, 3 * MiB])
+    def test_not_alone_in_its_blocks(self, library: Library, nbytes: int) -> None:
+        with pytest.raises(ValueError, match=r"2 MiB.*expose_block=True"):
+            ipc.share(library("plain", nbytes))
+
+    def test_not_alone_and_exposed(self, library: Library, partner: Partner) -> None:
+        """Two small allocations of one block."""
+        one, two = library("plain", 1000, 1), library("plain", 3000, 2)
+        opened = [partner.give(array, expose_block=True) for array in (one, two)]
+        assert [each.nbytes for each in opened] == [1000, 3000]
+        assert opened[0].shows(1) and opened[1].shows(2)
+        opened[0].write(5)
+        assert library.shows(one, 5) and library.shows(two, 2)
+        opened[0].close()
+        assert opened[1].shows(2)
+        opened[1].close()
+
+    def test_opened_twice(self, library: Library, partner: Partner) -> None:
+        """The driver counts: the memory stays until the last is closed."""
+        array = library("plain", 2 * BLOCK)
+        library.write(array[:BLOCK], 4)
+        first, second = partner.give(array), partner.give(array[:BLOCK])
+        assert first.address == second.address
+        first.close()
+        assert second.shows(4)
+        second.close()
+        again = partner.give(array[:BLOCK])
+        assert again.shows(4)
+        again.close()
+
+    def test_arrays_of_all_kinds(self, library: Library, partner: Partner) -> None:
+        """Without weak references, read only, of another type, without dimensions."""
+        owned = library("plain")
+        address = owned.address
+        arrays: list[tuple[Any, int]] = [
+            (Slotted(Array(address, BLOCK)), BLOCK),
+            (Array(address, BLOCK, data=(address, True)), BLOCK),
+            (Array(address, 0, shape=(128, 1024), typestr="<f4"), 128 * 1024 * 4),
+            (Array(address, 0, shape=(), typestr="<f8"), 8),
+        ]
+        for array, nbytes in arrays:
+            opened = partner.give(array)
+            assert opened.nbytes == nbytes and (nbytes < BLOCK or opened.shows(1))
+            opened.close()
+
+
+class TestOrder:
+    def test_after_the_stream_it_names(self, library: Library, partner: Partner, stream: sa.Stream, gate: Gate) -> None:
+        array = library("plain")
+        address = array.address
+        stream.device.synchronize()
+        gate.hold(stream)
+        partner.give(Array(address, BLOCK, stream.handle))
+        assert partner.run(busy)
+        gate.open()
+        assert partner.run(idle)
+
+    @pytest.mark.parametrize("number", [1, 2], ids=["legacy", "per thread"])
+    def test_default_streams(self, library: Library, partner: Partner, number: int) -> None:
+        array = library("plain")
+        opened = partner.give(Array(array.address, BLOCK, number))
+        assert opened.shows(1)
+        opened.close()
+
+
+class TestPoolMemory:
+    def test_of_a_pool_of_ours(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
+        """A library that allocates from our pool: its arrays are pool allocations."""
+        with pool.allocate(MiB, stream) as buffer:
+            buffer.copy_from(pattern(MiB, 1))
+            stream.synchronize()
+            shared = ipc.share(Array(buffer.address + 512, 1024))
+            assert shared.descriptor.mechanism is Mechanism.POOL_POINTER
+            assert (shared.descriptor.offset, shared.descriptor.size) == (512, 1024)
+            opened = partner.open(shared)
+            opened.write(9)
+            assert (read(buffer[512:1536]) == pattern(1024, 9)).all()
+            assert (read(buffer[:512]) == pattern(MiB, 1)[:512]).all()
+            opened.close()
+            assert partner.run(idle)
+            assert isinstance(buffer, sa.Buffer)  # no lease: its library frees it without asking
+
+    def test_of_a_pool_of_other_code(self, raw: Any, stream: sa.Stream, partner: Partner) -> None:
+        """One after the other, as their handles may be the same number."""
+        props = sa.MemPoolProps(location=sa.MemLocation.device(0), handle_types=POSIX).to_driver()
+        queue = raw.CUstream(stream.handle)
+        for value in range(3):
+            result, made = raw.cuMemPoolCreate(props)
+            assert result == 0
+            result, address = raw.cuMemAllocFromPoolAsync(MiB, made, queue)
+            assert result == 0
+            assert raw.cuMemsetD8Async(address, value, MiB, queue)[0] == 0
+            opened = partner.give(Array(int(address), MiB, stream.handle), f"it {value}")
+            assert partner.run(holds_there, f"it {value}", value)
+            opened.close()
+            assert partner.run(idle)
+            assert raw.cuMemFreeAsync(address, queue)[0] == 0
+            stream.synchronize()
+            assert raw.cuMemPoolDestroy(made)[0] == 0
+
+
 KINDS = ["pool", "plain", "mapped"]
 
 
@@ -299,7 +262,7 @@ class TestHold:
     def test_in_a_queue(self, library: Library, partner: Partner, kind: str) -> None:
         queue: Any = multiprocessing.get_context("spawn").SimpleQueue()
         for seed in range(3):
-            queue.put(ipc.share(library(kind, seed), hold=True))
+            queue.put(ipc.share(library(kind, seed=seed), hold=True))
         settle()
         assert len(library.alive) == 3
         for seed in range(3):
@@ -333,7 +296,7 @@ def test_a_lease_is_shared_again(library: Library, partner: Partner, kind: str) 
     """Held memory of a pool, or plain, is kept until importers have closed it, and their work has ended. Once nobody
     has it open, the next descriptor has a lease of its own.
     """
-    array: Any = library(kind, 3)
+    array: Any = library(kind, seed=3)
     for _ in range(3):
         opened = partner.give(array, hold=True)
         opened.close()
@@ -354,7 +317,7 @@ def test_a_lease_is_shared_again(library: Library, partner: Partner, kind: str) 
 @pytest.mark.parametrize("kind", ["pool", "plain"])
 def test_two_leases_in_one_process(library: Library, partner: Partner, kind: str) -> None:
     """The importer imports the allocation once, and it is kept until both objects are closed."""
-    array: Any = library(kind, 3)
+    array: Any = library(kind, seed=3)
     first, second = partner.give(array, "first", hold=True), partner.give(array, "second", hold=True)
     del array
     first.close()
@@ -377,7 +340,7 @@ def test_work_over_there(library: Library, partner: Partner) -> None:
 
 def test_shared_without_a_hold_before(library: Library, partner: Partner) -> None:
     """The importer has one import of an allocation, which counts in the lease from the held descriptor on."""
-    array: Any = library("pool", 3)
+    array: Any = library("pool", seed=3)
     without = partner.give(array)
     held = partner.give(array, hold=True)
     del array
@@ -420,10 +383,6 @@ class TestMappedMemory:
         with pytest.raises(ValueError, match="several chunks"):
             ipc.share(Array(range_.address + PAGE - 100, 200))
 
-    def test_that_is_not_made_for_it(self, range_: vmm.AddressRange) -> None:
-        with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
-            ipc.share(Array(range_.address + 2 * PAGE, 100))
-
 
 class TestRefused:
     def test_host_memory(self, raw: Any) -> None:
@@ -433,8 +392,9 @@ class TestRefused:
             ipc.share(Array(int(address), 4096))
         raw.cuMemFreeHost(address)
 
-    def test_of_no_contiguous_part_of_an_allocation(self, plain: Plain) -> None:
-        address = plain(BLOCK).address
+    def test_of_no_contiguous_part_of_an_allocation(self, library: Library) -> None:
+        array = library("plain")
+        address = array.address
         wrong = {
             "empty": Array(address, 0),
             "contiguous": Array(address, 0, shape=(4, 4), strides=(8, 1)),
@@ -444,7 +404,6 @@ class TestRefused:
             with pytest.raises(ValueError, match=words):
                 ipc.share(array)
 
-    def test_memory_that_the_driver_does_not_know(self, plain: Plain, machine: Any) -> None:
-        array = plain(BLOCK)
-        plain.free()
-        each_raises(ValueError, lambda: ipc.share(array), lambda: ipc.share(Array(4096, 100)))
+    def test_memory_that_the_driver_does_not_know(self, library: Library, machine: Any) -> None:
+        gone = Array(library("plain").address, BLOCK)
+        each_raises(ValueError, lambda: ipc.share(gone), lambda: ipc.share(Array(4096, 100)))
