@@ -131,12 +131,7 @@ class TestFaulty:
     def test_by_name(self, raw: Any) -> None:
         driver = sd.faulty(raw, "cuDeviceGetCount", nth=2, times=2, result="CUDA_ERROR_UNKNOWN")
         answers = [driver.cuDeviceGetCount() for _ in range(4)]
-        assert [answer[0].name for answer in answers] == [
-            "CUDA_SUCCESS",
-            "CUDA_ERROR_UNKNOWN",
-            "CUDA_ERROR_UNKNOWN",
-            "CUDA_SUCCESS",
-        ]
+        assert [answer[0].name for answer in answers] == ["CUDA_SUCCESS", *2 * ["CUDA_ERROR_UNKNOWN"], "CUDA_SUCCESS"]
         assert [len(answer) for answer in answers] == [2] * 4
         assert driver.failed == ["cuDeviceGetCount"] * 2
 

@@ -15,21 +15,18 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm import expandable
-from tests.support import MiB, holds, workout
+from tests.support import GROWTH, KEEP, MiB, holds, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-
-import streamalloc.driver as sd
-from tests.support import GROWTH, KEEP
 
 GRAPH_VALUE = 255
 STREAMS = 6

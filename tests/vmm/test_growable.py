@@ -302,12 +302,7 @@ class TestOneDevice:
     )
     def test_sizes(self, device: sa.Device, nbytes: int, each: int) -> None:
         with vmm.stripe([device], nbytes) as buffer:
-            assert (buffer.nbytes, buffer.stripe_bytes, buffer.capacity, buffer.mapped_bytes) == (
-                nbytes,
-                each,
-                each,
-                each,
-            )
+            assert buffer.nbytes == nbytes and buffer.stripe_bytes == buffer.capacity == buffer.mapped_bytes == each
             assert buffer.devices == (device,) and buffer.device == device
             data = write(buffer, pattern(nbytes))
             assert same(buffer, data)

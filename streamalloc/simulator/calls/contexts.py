@@ -314,7 +314,7 @@ class ContextCalls(Calls):
     def _resize_stacks(self, context: Context, before: int, after: int) -> None:
         """Change the memory of a context's stacks, from ``before`` to ``after`` bytes for each thread.
 
-        The memory has a stack for each thread that can run at the same time (observed on H200: test_limits).
+        The memory has a stack for each thread that can run at the same time (observed on H200: test_contexts).
         """
         device = context.device
         streams = context.all_streams()
@@ -350,7 +350,7 @@ class ContextCalls(Calls):
     def cuCtxWaitEvent(self, hCtx: Context, hEvent: Event) -> None:
         """Make all later work of the context wait for the event, also in streams that are created later.
 
-        The wait itself is no work: a stream without later work counts as idle (observed on H200: test_limits).
+        The wait itself is no work: a stream without later work counts as idle (observed on H200: test_contexts).
         """
         context, event = hCtx, hEvent
         self._no_stream_captures(context)

@@ -393,8 +393,8 @@ class TestRefused:
         raw.cuMemFreeHost(address)
 
     def test_of_no_contiguous_part_of_an_allocation(self, library: Library) -> None:
-        array = library("plain")
-        address = array.address
+        owned = library("plain")
+        address = owned.address
         wrong = {
             "empty": Array(address, 0),
             "contiguous": Array(address, 0, shape=(4, 4), strides=(8, 1)),

@@ -397,16 +397,8 @@ class TestRefused:
             vmm.GrowableBuffer(device, 8 * MiB, MiB) as growable,
         ):
             arrays = [Array(memory.address, 64) for memory in (buffer, default, growable)]
-            for thing in (
-                pool,
-                buffer,
-                buffer[:3],
-                sa.MemoryPool.default(device),
-                default,
-                physical,
-                growable,
-                *arrays,
-            ):
+            things = [pool, buffer, buffer[:3], sa.MemoryPool.default(device), default, physical, growable, *arrays]
+            for thing in things:
                 with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
                     ipc.share(thing)
 

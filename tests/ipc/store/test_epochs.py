@@ -403,14 +403,8 @@ class TestLike:
         renew(store, 2)
         renew(store, 3)
         with Connection(store._path) as connection:
-            about: dict[str, Any] = {
-                "key": "key",
-                "device": device.uuid.hex,
-                "replace": True,
-                "like": True,
-                "reuse": True,
-            }
-            answer, received = connection.ask("write", **about)
+            about: dict[str, Any] = {"key": "key", "device": device.uuid.hex, "replace": True, "like": True}
+            answer, received = connection.ask("write", reuse=True, **about)
             assert len(received) == 2 and answer["chunks"] == [2 * MiB]
             for one in received:
                 one.close()
