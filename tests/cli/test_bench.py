@@ -56,6 +56,7 @@ def whole(on_cuda: bool, primary_contexts: None, tmp_path_factory: pytest.TempPa
         patch.setattr(measuring, "LEAST", 5)
         patch.setattr(bench_processes, "_TIMED", "print(0.1)  # instead of import {}")
         patch.setattr(bench_vmm, "STEPS", 4)
+        patch.setattr(bench_vmm, "SEGMENTS", 4)
         patch.setattr(bench_vmm, "EVICTED", 32 << 20)
         patch.setattr(bench_vmm, "EVICTED_SIMULATED", 4 << 20)
         # As users start it: in the tests of the tour.
