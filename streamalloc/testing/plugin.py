@@ -176,14 +176,22 @@ class _CheckAll:
         self._check = check
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
-        result = yield
-        self._check.merge()
-        found = [str(one) for one in self._check.hazards]
-        self._check.hazards.clear()
-        if found:
-            pytest.fail("\n".join(found), pytrace=False)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        try:
+            result = yield
+        except BaseException:  # The hazards of a test that fails otherwise must not fail the next one.
+            if found := self._found():
+                item.add_report_section("call", "hazards", found)
+            raise
+        if found := self._found():
+            pytest.fail(found, pytrace=False)
         return result
+
+    def _found(self) -> str:
+        self._check.merge()
+        found = "\n".join(map(str, self._check.hazards))
+        self._check.hazards.clear()
+        return found
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -277,7 +277,9 @@ class TestRealDriver:
         assert f"--streamalloc-driver=cuda: {words}" in result.stderr.str() + result.stdout.str()
 
 
-def test_a_check_of_all_work_ends_with_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("body", ["pass", "assert number, 'it fails itself'"])
+def test_a_check_of_all_work_ends_with_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """What it finds belongs to the test that ran, even if that test fails itself."""
     seen: list[str] = []
     found = SimpleNamespace(hazards=[], merge=lambda: seen.append("test"))
 
@@ -289,14 +291,14 @@ def test_a_check_of_all_work_ends_with_the_run(run: Run, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cupti, "check", check)
     found.hazards.append("something wrong")
-    source = """
+    source = f"""
         @pytest.mark.parametrize("number", range(2))
         def test_it(number):
-            pass
+            {body}
     """
-    result = run(source, "--streamalloc-check-all")
+    result = run(source, "--streamalloc-check-all", "-rf")
     result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(["*something wrong*"])
+    result.stdout.fnmatch_lines([*["*it fails itself*"] * (body != "pass"), "*something wrong*", "FAILED *0*"])
     assert seen == ["begin", "test", "test", "end"]
 
 
