@@ -46,14 +46,14 @@ class _Symbol(ctypes.Structure):
     )
 
 
-_frames = (ctypes.c_void_p * _MOST_FRAMES)()
-# ``CDLL`` would release the GIL during a call, and another thread could overwrite ``_frames``. ``PyDLL`` keeps the GIL.
+_Frames = ctypes.c_void_p * _MOST_FRAMES
+# ``CDLL`` would release the GIL during a call, which a callback should keep.
 _c = ctypes.PyDLL(None)
 # ``backtrace`` is a function of glibc, which other C libraries may lack.
 _backtrace: Any = getattr(_c, "backtrace", None)
 if _backtrace is not None:
     # The first call loads libgcc and allocates memory, which must not happen in a callback. So it is made here.
-    _backtrace(_frames, 1)
+    _backtrace(_Frames(), 1)
 
 
 @functools.cache
@@ -76,9 +76,10 @@ def caller(frame: FrameType | None) -> str:
     Python's own, or there is none, the library is that of the innermost Python frame of an installed package, or the
     program if a frame of the program comes first.
     """
-    count = _backtrace(_frames, _MOST_FRAMES) if _backtrace is not None else 0
+    frames = _Frames()
+    count = _backtrace(frames, _MOST_FRAMES) if _backtrace is not None else 0
     seen_driver = False
-    for address in _frames[:count]:
+    for address in frames[:count]:
         file = _file(address) if address else ""
         if not seen_driver:
             seen_driver = bool(_DRIVER.search(file))

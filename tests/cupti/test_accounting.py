@@ -21,6 +21,7 @@ from streamalloc.cupti.libraries import Libraries
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import line_of
 from tests.cupti.pytorch import MiB, Torch
+from tests.interleaving import interleaved
 from tests.support import collecting_at
 
 
@@ -342,6 +343,24 @@ def test_a_call_is_of_the_innermost_library(monkeypatch: pytest.MonkeyPatch) -> 
     assert called_by(*below, f"{installed}/torch/lib/libc10_cuda.so", "/usr/bin/python3.12") == "PyTorch"
     assert called_by(*below, "/lib/_ctypes.cpython-312.so", "/usr/bin/python3.12", "/x/libhost.so") == "the program"
     assert called_by("/x/libother.so", *below, "/usr/bin/python3.12") == "the program"
+
+
+def test_the_library_is_that_of_the_calling_thread_s_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread, or a finaliser, may ask meanwhile."""
+
+    def backtrace(frames: Any, most: int) -> int:
+        frames[0], frames[1] = 1, mine.library
+        return 2
+
+    def ask(library: int) -> None:
+        mine.library = library
+        found[library] = callers.caller(None)
+
+    mine, found = threading.local(), dict[int, str]()
+    monkeypatch.setattr(callers, "_backtrace", backtrace)
+    monkeypatch.setattr(callers, "_file", {1: "/lib/libcuda.so.1", 2: "/lib/libnccl.so.2", 3: "/lib/libcublas.so"}.get)
+    for _ in interleaved(callers.caller, lambda: None, lambda _: ask(2), lambda _: ask(3)):
+        assert found == {2: "NCCL", 3: "cuBLAS"}
 
 
 def test_the_figure_of_the_process_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
