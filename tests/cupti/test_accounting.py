@@ -333,8 +333,8 @@ def test_a_call_is_of_the_innermost_library(monkeypatch: pytest.MonkeyPatch) -> 
 
     def called_by(*files: str) -> str:
         """The library of a call whose frames of C are of these files, innermost first."""
-        monkeypatch.setattr(callers, "_backtrace", lambda frames, most: len(files))
-        monkeypatch.setattr(callers, "_frames", [*range(1, 1 + len(files))])
+        monkeypatch.setattr(callers, "_Frames", lambda: [*range(1, 1 + len(files))])
+        monkeypatch.setattr(callers, "_backtrace", lambda frames, most: len(frames))
         monkeypatch.setattr(callers, "_file", lambda address: files[address - 1])
         return callers.caller(None)
 
