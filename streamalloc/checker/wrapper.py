@@ -18,13 +18,16 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import json
 import os
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial, wraps
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, TypeVar, cast
 
@@ -42,7 +45,7 @@ from streamalloc.driver.errors import DriverMisuseError, PreventedCallError
 from streamalloc.driver.locks import RLock
 from streamalloc.driver.parent import ParentTest, from_server
 from streamalloc.driver.protocol import Driver, MemoryListener, On
-from streamalloc.driver.reports import Hazard, Stack, place_of
+from streamalloc.driver.reports import Hazard, Stack, described, place_of
 from streamalloc.driver.wrappers import Call, Function, Wrapper
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -53,6 +56,8 @@ calls with older handles.
 """
 _PATIENCE = 1.0
 """Longest time in seconds to wait for queued work before leaks are reported."""
+_FOLDER = os.environ.get("STREAMALLOC_CHECK_FOLDER")
+"""Folder to which a process that a checked program has started writes its hazards, in JSON (:mod:`.cli.check`)."""
 INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 """Answer in place of the driver's for a call that is not made."""
 REFUSED = (AttributeError, IndexError, NotImplementedError, OverflowError, TypeError, ValueError)
@@ -748,3 +753,7 @@ def _at_exit() -> None:
                 one.settle()
             one.finished = True
             one._reports.show_rest(summary=one.process == os.getpid())
+    found = described(hazard for one in _alive if one.process == os.getpid() for hazard in one.hazards)
+    if found and _FOLDER:
+        with suppress(OSError):  # The command may have ended before this process.
+            Path(_FOLDER, f"{os.getpid()}.json").write_text(json.dumps(found), "utf-8")

@@ -23,7 +23,7 @@ from streamalloc.cli import run as running
 from streamalloc.cli.machine import Chosen
 from streamalloc.cli.terminal import Terminal, write_file
 from streamalloc.cupti import internal
-from streamalloc.driver import DriverMisuseError, checked
+from streamalloc.driver import checked
 from streamalloc.driver.internal import described
 
 
@@ -45,28 +45,35 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     cannot be written.
     """
     running.check_files(options)
+    found: list[dict[str, Any]] = []
     with internal.Block() as undo:
         folder = Path(tempfile.mkdtemp(prefix="streamalloc-check-"))
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        follow = _on_simulated if chosen.is_simulated else _on_gpu
-        found, notes, ended = follow(chosen, options, folder)
-        found += [one for path in sorted(folder.glob("*.json")) for one in json.loads(path.read_text("utf-8"))]
-    if options.report:
-        write_file(options.report, json.dumps({"hazards": found, "not checked": notes}, indent=1))
-    failed = any(one["kind"] != "leak" for one in found)
-    if ended is not None and not (failed and isinstance(ended, SystemExit)):
-        raise ended
-    return int(failed)
+        program, finish = (_on_simulated if chosen.is_simulated else _on_gpu)(chosen, options, folder)
+
+        def report() -> None:
+            hazards, notes = finish()
+            found.extend(hazards)
+            found.extend(one for path in sorted(folder.glob("*.json")) for one in json.loads(path.read_text("utf-8")))
+            if options.report:
+                write_file(options.report, json.dumps({"hazards": found, "not checked": notes}, indent=1))
+
+        try:
+            running.reported(program, report)
+        except SystemExit:
+            if all(one["kind"] == "leak" for one in found):
+                raise
+    return int(any(one["kind"] != "leak" for one in found))
 
 
-_Ended = SystemExit | DriverMisuseError | None
-_Found = tuple[list[dict[str, Any]], list[str], _Ended]
-"""Result of a check, as a tuple: hazards as plain data, notes on what was not checked, and how the program ended (its
-``SystemExit`` or error; None if it came to its end).
+_Findings = tuple[list[dict[str, Any]], list[str]]
+_Parts = tuple[Callable[[], None], Callable[[], _Findings]]
+"""A function that runs the program, and a function that then returns the findings of this process: hazards as plain
+data, and notes on what was not checked.
 """
 
 
-def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
+def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Parts:
     checks: list[Any] = []
 
     def program() -> None:
@@ -74,30 +81,25 @@ def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found
             checks.append(check)
             running.run_program(options)
 
-    ended = _ended(program)
-    return described(checks[0].hazards), [*checks[0].notes], ended
+    def finish() -> _Findings:
+        return described(one for check in checks for one in check.hazards), [n for check in checks for n in check.notes]
+
+    return program, finish
 
 
-def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
-    # With this variable, child processes of the program are checked too.
+def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Parts:
+    # With these variables, child processes of the program are checked too, and write what they find to the folder.
     os.environ.setdefault("STREAMALLOC_CHECK", "1")
+    os.environ["STREAMALLOC_CHECK_FOLDER"] = str(folder)
     driver: Any = checked(chosen.driver, "raise" if options.raises else "report")
     driver.show_at_once(None)
-    ended = _ended(lambda: running.run_on(driver, options))
-    found = described(driver.finish())
-    driver.show_rest()
-    return found, [*driver.notes], ended
 
+    def program() -> None:
+        running.run_on(driver, options)
 
-def _ended(program: Callable[[], object]) -> _Ended:
-    """Run the program. Returns its ``SystemExit``, or the error by which the check has ended it; None if it came to its
-    end. In a forked child of the program, these are raised: it reports nothing.
-    """
-    process, ended = os.getpid(), None
-    try:
-        program()
-    except (SystemExit, DriverMisuseError) as error:
-        ended = error
-    if os.getpid() != process:
-        raise ended or SystemExit
-    return ended
+    def finish() -> _Findings:
+        found = described(driver.finish())
+        driver.show_rest()
+        return found, [*driver.notes]
+
+    return program, finish

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -89,7 +90,8 @@ def reported(program: Callable[[], object], report: Callable[[], object]) -> Non
 
 
 def run_program(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the program in this process, as ``python`` would. Returns the global variables of the program.
+    """Run the program in this process, as ``python`` would, until its threads have ended that are no daemons. Returns
+    the global variables of the program. After an error other than ``SystemExit``, the threads are not awaited.
 
     ``sys.argv`` and ``sys.path`` are set for the program, and stay so. Raises :class:`UsageError` if there is no such
     module, or the package or folder has no ``__main__``.
@@ -111,6 +113,10 @@ def run_program(options: argparse.Namespace) -> dict[str, Any]:
         if sys.excepthook is sys.__excepthook__:  # Otherwise the program has chosen how its errors are shown.
             sys.excepthook = _show_error
         raise
+    finally:
+        # The interpreter also makes this call at its end. It ends idle threads of executors, which a join would not.
+        if sys.exc_info()[0] in (None, SystemExit):
+            threading._shutdown()  # type: ignore[attr-defined]
 
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -118,8 +118,34 @@ def test_a_forked_child_that_ends_later_reports_nothing(check: Any, tmp_path: Pa
     assert len(json.loads(report.read_text())["hazards"]) == 1
 
 
+@pytest.mark.parametrize("end", ["raise ValueError('of the program')", "raise KeyboardInterrupt"])
+def test_an_exception_of_the_program_leaves_the_file(check: Any, tmp_path: Path, end: str) -> None:
+    raises = tmp_path / "raises.py"
+    raises.write_text(f"{_PROGRAM.partition('print(')[0]}\n{end}\n")
+    done = check(options=("--json", str(tmp_path / "found.json")), file=raises)
+    assert done.returncode != 0 and end.split()[1].partition("(")[0] in done.stderr.splitlines()[-1]
+    (hazard,) = json.loads((tmp_path / "found.json").read_text())["hazards"]
+    assert hazard["kind"] == "use before allocation"
+
+
+def test_threads_are_checked_until_they_end(check: Any, tmp_path: Path) -> None:
+    """Also those that the program does not join: one of its own, and the idle one of an executor."""
+    threads = tmp_path / "threads.py"
+    work = "".join(f"    {line}\n" for line in _PROGRAM.partition("print(")[0].splitlines())
+    threads.write_text(
+        "import concurrent.futures, sys, threading\nfrom time import sleep\n"
+        f"def work():\n    sleep(0.3)\n{work}\n"
+        "concurrent.futures.ThreadPoolExecutor().submit(print, 'idle')\n"
+        "threading.Thread(target=work).start()\n"
+        "sys.exit(0)\n"
+    )
+    done = check(file=threads)
+    assert done.returncode == 1 and done.stderr.endswith("streamalloc check: 1 hazard, 0 leaks\n")
+
+
 def test_processes_that_the_program_starts_are_checked(check: Any, tmp_path: Path) -> None:
     parent = tmp_path / "parent.py"
     parent.write_text("import subprocess, sys\nsubprocess.run([sys.executable, 'program.py'], check=True)\n")
-    done = check(file=parent)
-    assert "use before allocation" in done.stderr
+    done = check(options=("--json", str(tmp_path / "found.json")), file=parent)
+    (hazard,) = json.loads((tmp_path / "found.json").read_text())["hazards"]
+    assert done.returncode == 1 and hazard["kind"] == "use before allocation"
