@@ -780,6 +780,7 @@ class _State(CacheState):
                 after, ranges = self.ended.popleft()
                 spare.update(ranges)
             for one in self.live():
+                one.collect()
                 # The ranges are removed from the stream cache first: the event does not cover memory that the stream
                 # frees later.
                 with self.lock:

@@ -303,6 +303,12 @@ class TestComesBack:
         cache.reset_peaks()
         assert cache.statistics()[:4] == (0, 0, 0, 0)
 
+    def test_a_trim_counts_what_its_own_synchronisation_releases(self, stream: sa.Stream) -> None:
+        with sa.MemoryPool(stream.device) as pool, sa.CachingAllocator(pool) as cache:
+            cache.allocate(SIZE, stream).free()
+            stream.synchronize()
+            assert (cache.trim(), pool.statistics().reserved) == (GROWTH, 0)
+
     def test_when_the_stream_is_closed(self, device: sa.Device, cache: sa.CachingAllocator, gate: Gate) -> None:
         stream = device.create_stream()
         kept = cache.allocate(SIZE, stream)

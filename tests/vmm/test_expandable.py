@@ -299,7 +299,7 @@ class TestLimits:
             else:
                 live.append(cache.allocate(int(2 ** chance.uniform(10, 23)), chance.choice([stream, other])))
         for buffer in live:
-            buffer.free()
+            buffer.free(chance.choice([stream, other]))
         stream.synchronize()
         other.synchronize()
         cache.trim()

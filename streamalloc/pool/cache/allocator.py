@@ -281,9 +281,11 @@ class CachingAllocator(Allocator, Closes, Shown):
         checked_size("keep", keep)
         self._check_open()
         self._state.collect_dropped()
+        before = self.pool.attributes.reserved_mem_current  # The synchronisation in `flush` may release memory, too.
         self._state.flush()
         self._state.forget_peaks()
-        return self.pool.trim(keep)
+        self.pool.trim(keep)
+        return max(before - self.pool.attributes.reserved_mem_current, 0)
 
     def close(self) -> None:
         """Return all cached memory to the pool (``cuMemFreeAsync``), and stop caching. Buffers in use stay valid, and
