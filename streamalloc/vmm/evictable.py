@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from streamalloc.core.errors import InUseError, size_text
+from streamalloc.core.errors import CudaError, InUseError, size_text
 from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLike
 from streamalloc.core.properties import MemAccess, MemLocation
 from streamalloc.core.session import session_of
@@ -56,8 +56,15 @@ class Eviction(NamedTuple):
 
 class Evictable(OwnsRange, Claimable):
     """Base class of :class:`VirtualBuffer`: its physical memory, which is mapped from the start of its range on, and
-    its state. Each act that a step undoes is followed by its undo.
+    its state. Each act that a step undoes is followed by its undo. The steps (:mod:`streamalloc.vmm.steps`) call these
+    acts; programs do not.
     """
+
+    _inner = (
+        *Memory._inner, "begin_eviction", "check_thawed", "create_chunks", "freeze_again", "load_backup",
+        "make_read_only", "make_writable", "release_from", "replace_backup", "reserve_backup", "shrink_to",
+        "undo_eviction",
+    )  # fmt: skip
 
     def _open(
         self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, location: MemLocation
@@ -104,7 +111,7 @@ class Evictable(OwnsRange, Claimable):
         """Whether the buffer is evicted, so that its bytes cannot be used."""
         return self.eviction is not None
 
-    def _begin_eviction(self, entries: Sequence[MappedBytes], backup: Backup | None) -> None:
+    def begin_eviction(self, entries: Sequence[MappedBytes], backup: Backup | None) -> None:
         """Unmap ``entries``, which are all mappings of the buffer, and keep their handles open (``cuMemUnmap``). The
         buffer is then evicted, with the backup ``backup``; a frozen buffer keeps its own. Raises CudaError.
         """
@@ -113,8 +120,8 @@ class Evictable(OwnsRange, Claimable):
             self._backup = backup
         self.range._node.unmap(entries)
 
-    def _undo_eviction(self, entries: Sequence[MappedBytes]) -> None:
-        """Undo :meth:`_begin_eviction`, also if that call was interrupted.
+    def undo_eviction(self, entries: Sequence[MappedBytes]) -> None:
+        """Undo :meth:`begin_eviction`, also if that call was interrupted.
 
         If the driver refuses the undo, too, the buffer stays evicted without a backup, and :attr:`Eviction.held` keeps
         the memory with the bytes for a later :meth:`restore`. Raises CudaError.
@@ -128,7 +135,7 @@ class Evictable(OwnsRange, Claimable):
             self.range._node.grant(entries, self.rights)
             self.eviction = None
 
-    def _load(self, backup: Backup, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
+    def load_backup(self, backup: Backup, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
         """Queue the copy of the bytes from ``backup`` to the new mappings ``made``, by ``move``, which queues on
         ``stream``. Raises CudaError.
 
@@ -148,7 +155,7 @@ class Evictable(OwnsRange, Claimable):
         stream.synchronize()
         self.range._node.grant(made, {writer: allowed})
 
-    def _create_chunks(self, chunks: Sequence[ChunkSpec]) -> list[MappedBytes]:
+    def create_chunks(self, chunks: Sequence[ChunkSpec]) -> list[MappedBytes]:
         """Create and map adjacent chunks and set their permissions (``cuMemCreate``, ``cuMemMap``, ``cuMemSetAccess``).
         If a call fails, no chunk is left. Returns the mappings. Raises OutOfMemoryError, CudaError.
         """
@@ -156,14 +163,14 @@ class Evictable(OwnsRange, Claimable):
             return []
         start, node = chunks[0].offset, self.range._node
         # A failed call may have left memory mapped here, and the driver refuses to map other memory there.
-        self._release_from(start)
+        self.release_from(start)
         node.allocations.work()
         for watcher in node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
         made = [MappedBytes(node, one.offset, one.offset + one.nbytes, {}, one.spec) for one in chunks]
         return node.map(made, self._rights)
 
-    def _release_from(self, start: int) -> None:
+    def release_from(self, start: int) -> None:
         """Unmap and release all memory from the offset ``start`` (bytes) on, also memory that a failed call has left
         mapped. Raises CudaError.
         """
@@ -173,7 +180,19 @@ class Evictable(OwnsRange, Claimable):
         for entry in entries:
             entry.release_handle()
 
-    def _reserve_backup(self, backup: BackupPlace, stream: Stream) -> Backup | None:
+    def shrink_to(self, mapped: int, nbytes: int) -> None:
+        """Release all memory after the first ``mapped`` bytes, which must end with a chunk, and set :attr:`nbytes` to
+        ``nbytes``. After an error the buffer is unchanged.
+        """
+        before = self._mapped, self._nbytes
+        self._mapped, self._nbytes = mapped, nbytes
+        try:
+            self.release_from(mapped)
+        except CudaError:
+            self._mapped, self._nbytes = before
+            raise
+
+    def reserve_backup(self, backup: BackupPlace, stream: Stream) -> Backup | None:
         if backup is None or isinstance(backup, Backup):
             return backup
         if isinstance(backup, np.ndarray):
@@ -192,7 +211,7 @@ class Evictable(OwnsRange, Claimable):
             raise ValueError(f"backup={backup!r} is the buffer's own memory, which is released")
         return backup_in(backup, self._session)
 
-    def _replace_backup(self, backup: Backup | None) -> None:
+    def replace_backup(self, backup: Backup | None) -> None:
         """Make ``backup`` the buffer's backup, in place of the previous one or of :attr:`Eviction.held`."""
         previous, eviction = self._backup, self.eviction
         self._backup = backup
@@ -203,21 +222,21 @@ class Evictable(OwnsRange, Claimable):
         if previous is not None:
             previous.drop()
 
-    def _make_read_only(self) -> None:
-        """Make the memory read-only (``cuMemSetAccess``). :meth:`_make_writable` undoes it. Raises CudaError."""
+    def make_read_only(self) -> None:
+        """Make the memory read-only (``cuMemSetAccess``). :meth:`make_writable` undoes it. Raises CudaError."""
         self.range._node.set_rights(list(self.range._node.table()), read_only(self._rights), ())
 
-    def _make_writable(self) -> None:
-        """Make the buffer writable (``cuMemSetAccess``). :meth:`_freeze_again` undoes it. Raises CudaError."""
+    def make_writable(self) -> None:
+        """Make the buffer writable (``cuMemSetAccess``). :meth:`freeze_again` undoes it. Raises CudaError."""
         # First, because this step and its undo may fail: a writable buffer must not count as frozen.
         self._frozen = False
         self.range._node.grant(list(self.range._node.table()), self._rights)
 
-    def _freeze_again(self) -> None:
-        self._make_read_only()
+    def freeze_again(self) -> None:
+        self.make_read_only()
         self._frozen = True
 
-    def _check_thawed(self) -> None:
+    def check_thawed(self) -> None:
         """Raise InUseError if the buffer is frozen."""
         if self._frozen:
             raise InUseError(f"{self!r} is frozen: {self._thaw_remedy()} first")

@@ -1,19 +1,30 @@
 """Buffers of virtual memory that grow in place, are striped over devices, or consist of named chunks.
 
-A growth (:meth:`GrowableBuffer.resize`, ``grow``) claims the buffer, so that no other call changes it, and does these
-steps:
+A buffer has three sizes. ``_nbytes`` is the size that the program asked for. ``_mapped`` bytes from the start of the
+range count as mapped: whole chunks, and after ``resize(..., release=False)`` more of them than the size needs. The
+mappings themselves are ``range._node.table()``. They end at ``_mapped``, unless a failed call has left memory mapped
+behind it.
 
-1. *Leftovers.* ``_release_from`` releases memory that a failed call has left behind the buffer's end (``cuMemUnmap``,
-   ``cuMemRelease``), and ``Allocations.work`` what was dropped.
+A growth (:meth:`GrowableBuffer.resize`, ``grow``) claims the buffer, so that no other call changes it. If the new size
+is within ``_mapped``, only ``_nbytes`` changes. Otherwise ``Evictable.create_chunks`` does these steps:
+
+1. *Leftovers.* ``Evictable.release_from`` releases memory behind the end, and ``Allocations.work`` what was dropped.
 2. *Watchers* learn which addresses will be mapped.
 3. *Create and map* each chunk, one after the other: ``MappedBytes.map`` (``cuMemCreate``, ``cuMemMap``).
 4. *Permissions* of all new chunks: ``Reservation.grant`` (one ``cuMemSetAccess``).
 
 If step 3 or 4 fails, ``Reservation.map`` releases the new chunks, and the buffer has its old size.
 
-A shrink waits for the users of the chunks that it does not need (``wait_for_users``), and then releases these chunks
-(``_release_from``). By default the host waits for all work of each device with access (``await_device``, which makes a
-dozen driver calls); with the argument ``after``, only for its events and streams.
+A shrink (``resize``, or ``close`` for all chunks) claims the buffer, too, and does these steps:
+
+1. *Choose* the chunks after the new size. The driver unmaps only whole chunks. If there are none, or ``release`` is
+   False, only ``_nbytes`` changes.
+2. *Wait* for the users of these chunks: ``wait_for_users``. By default the host waits for all work of each device with
+   access (``await_device``, which makes a dozen driver calls); with ``after``, only for its events and streams.
+3. *Sizes.* ``Evictable.shrink_to`` sets ``_mapped`` and ``_nbytes``. If step 4 fails, it sets the old sizes again.
+4. *Unmap*: ``Evictable.release_from``, ``Reservation.unmap`` (one ``cuMemUnmap``).
+5. *Release* each chunk: ``MappedBytes.release_handle`` (``cuMemRelease``). If the driver refuses, the chunk's finaliser
+   tries again later.
 """
 
 from __future__ import annotations
@@ -163,12 +174,12 @@ class GrowableBuffer(VirtualBuffer):
         """Grow by ``nbytes`` bytes. Unlike with ``resize(buffer.nbytes + nbytes)``, no other thread can resize the
         buffer in between. Errors as for :meth:`resize`.
         """
-        self._resize(self._nbytes + checked_size("nbytes", nbytes))
+        self._resize(self._nbytes + checked_size("nbytes", nbytes), release=False)
 
     def _resize(self, size: int, after: After = None, release: bool = True) -> None:
         self._check_fits(size, self.capacity)
         self.check_usable()
-        self._check_thawed()
+        self.check_thawed()
         needed = self._spec.round_up(size)
         spare = []
         if release and size <= self._nbytes:
@@ -176,13 +187,13 @@ class GrowableBuffer(VirtualBuffer):
             spare = [entry for entry in self.range._node.touching(needed, self._mapped) if entry.offset >= needed]
         if spare:
             wait_for_users(after, self._session, (entry.rights for entry in spare))
-            self._shrink_to(spare[0].offset, size)
+            self.shrink_to(spare[0].offset, size)
         elif after is not None:
             list(ends_of(after, self._session))  # Nobody waits, but the argument must be allowed.
         if needed > self._mapped:
             starts = range(self._mapped, needed, self._chunk or needed - self._mapped)
             ends = [*starts[1:], needed]
-            self._create_chunks([ChunkSpec(at, end - at, self._spec) for at, end in zip(starts, ends, strict=False)])
+            self.create_chunks([ChunkSpec(at, end - at, self._spec) for at, end in zip(starts, ends, strict=False)])
             self._mapped = needed
         self._nbytes = size
 
@@ -266,7 +277,7 @@ def stripe(
     buffer.stripe_bytes = step
     buffer._open(first, step * len(devices), rights, stream, first.location)
     with undoing(buffer.close):
-        buffer._create_chunks([ChunkSpec(index * step, step, spec) for index, spec in enumerate(specs)])
+        buffer.create_chunks([ChunkSpec(index * step, step, spec) for index, spec in enumerate(specs)])
     buffer._mapped = step * len(devices)
     buffer._nbytes = size
     return buffer

@@ -128,7 +128,7 @@ class Members(Closes, Claimable):
             if buffer.evicted and buffer in self._members:
                 raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
             if buffer in self._members:
-                buffer._check_thawed()
+                buffer.check_thawed()
             self._members.pop(buffer, None)
 
         claiming((checked_type("buffer", buffer, VirtualBuffer),), act)
@@ -294,7 +294,7 @@ class Members(Closes, Claimable):
         """
         self._claim_member(buffer)
         start, array = _checked_bytes(buffer, source, offset)
-        buffer._check_thawed()
+        buffer.check_thawed()
         eviction = buffer.eviction
         if eviction is None or eviction.held or buffer._backup is not None or array.nbytes < buffer.nbytes:
             self._backup_of(buffer).write(start, array)
@@ -302,7 +302,7 @@ class Members(Closes, Claimable):
         (backup,) = tier_of(self.backup).hold([buffer.nbytes], self._copying_stream(None))
         with undoing(backup.drop):
             backup.write(0, array)
-        buffer._replace_backup(backup)
+        buffer.replace_backup(backup)
 
     def _backup_of(self, buffer: VirtualBuffer) -> Backup:
         if buffer.eviction is None:

@@ -309,7 +309,7 @@ class SleepGroup(Members):
                 kept = {one: tag for one, tag in tags.items() if one.nbytes and (keep is True or tag in kept_tags)}
                 if callable(backup):
                     for buffer, tag in kept.items():
-                        yield buffer, buffer._reserve_backup(backup(buffer, tag), ordered)
+                        yield buffer, buffer.reserve_backup(backup(buffer, tag), ordered)
                 elif kept:
                     yield from _by_tag(kept, ordered, tier_of(backup or self.backup).hold)
 
@@ -338,7 +338,7 @@ class SleepGroup(Members):
         left = self.buffers
         going = {one: tag for one, tag in chosen.items() if one in left and (resumed or not one.evicted)}
         for buffer in going if resumed else ():
-            buffer._check_thawed()
+            buffer.check_thawed()
         steps.wait(going)
 
     @claimed
@@ -506,7 +506,7 @@ class SleepGroup(Members):
 
         run_steps(
             functools.partial(steps.wait, awake),
-            *((buffer._make_read_only, buffer._make_writable) for buffer in awake),
+            *((buffer.make_read_only, buffer.make_writable) for buffer in awake),
             (steps.reserve, steps.undo_reserve),
             steps.copy,
             ordered.synchronize,
@@ -602,7 +602,7 @@ class SleepGroup(Members):
 def _thaw_all(buffers: Iterable[VirtualBuffer]) -> None:
     frozen = [buffer for buffer in buffers if buffer.frozen]
     run_steps(
-        *((buffer._make_writable, buffer._freeze_again) for buffer in frozen),
+        *((buffer.make_writable, buffer.freeze_again) for buffer in frozen),
         last=functools.partial(drop_unneeded, frozen),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from streamalloc.core.errors import InUseError, attach, undo_all
@@ -144,7 +144,7 @@ class EvictSteps(BackupSteps):
         """Return all mappings of a buffer, each with an open handle of its memory. Raises InUseError if the memory has
         other users, so that it would not be freed; if the memory is shared, other processes do not count.
         """
-        buffer._release_from(buffer._mapped)
+        buffer.release_from(buffer._mapped)
         entries = list(buffer.range._node.table())
         for memory in (entry.memory for entry in entries if not entry.alone):
             if memory.exported and not self._shared:
@@ -165,23 +165,21 @@ class EvictSteps(BackupSteps):
         for batch, copied in self._batches:
             copied.synchronize()
             for buffer in batch:
-                buffer._begin_eviction(self.entries[buffer], self.backups[buffer])
+                buffer.begin_eviction(self.entries[buffer], self.backups[buffer])
         for buffer, entries in self.entries.items():
             if not buffer.evicted:
-                buffer._begin_eviction(entries, self.backups.get(buffer))
+                buffer.begin_eviction(entries, self.backups.get(buffer))
 
     def map_all_again(self) -> None:
         """Undo :meth:`unmap_all`. Raises CudaError."""
-        undo_all(
-            functools.partial(buffer._undo_eviction, entries) for buffer, entries in reversed(self.entries.items())
-        )
+        undo_all(functools.partial(buffer.undo_eviction, entries) for buffer, entries in reversed(self.entries.items()))
 
     def release_all(self) -> int:
         """Release the memory that was unmapped (``cuMemRelease``). Buffers that had no memory get their new backups.
         Returns the bytes released.
         """
         for buffer in self.backups.keys() - self.entries.keys():
-            buffer._replace_backup(self.backups[buffer])
+            buffer.replace_backup(self.backups[buffer])
         for buffer, entries in self.entries.items():
             for entry in entries:
                 entry.release_handle()
@@ -198,7 +196,8 @@ class RestoreSteps:
     room of a dropped backup could get other bytes.
     """
 
-    def __init__(self, buffers: Iterable[Evictable], stream: Stream) -> None:
+    def __init__(self, buffers: Collection[Evictable], stream: Stream) -> None:
+        self._buffers = buffers
         self.evictions: dict[Evictable, Eviction] = {one: one.eviction for one in buffers if one.eviction}
         """The released memory of the buffers that are evicted."""
         self._stream = stream
@@ -223,15 +222,15 @@ class RestoreSteps:
         # The bytes of a buffer whose sleep failed, together with the undo, are still in its old memory.
         for buffer, eviction in self.evictions.items():
             if eviction.held:
-                buffer._undo_eviction(eviction.held)
+                buffer.undo_eviction(eviction.held)
 
     def _create(self, buffer: Evictable, move: Move | None) -> None:
         left = buffer.range._node.table()
         if left:  # A restore failed, together with its undo. A hook may have queued work that uses this memory.
             wait_for_users(None, session_of(buffer), (entry.rights for entry in left))
-        self._made[buffer] = buffer._create_chunks(self.evictions[buffer].chunks)
+        self._made[buffer] = buffer.create_chunks(self.evictions[buffer].chunks)
         if buffer._backup is not None and move is not None:
-            buffer._load(buffer._backup, self._made[buffer], move, self._stream)
+            buffer.load_backup(buffer._backup, self._made[buffer], move, self._stream)
 
     def _note_copies(self) -> None:
         """Have a range that is dropped from now on wait for the copies."""
@@ -275,8 +274,10 @@ class RestoreSteps:
             buffer.eviction = eviction
 
     def drop_backups(self) -> int:
-        """Drop the backups, except those of frozen buffers. Returns the restored bytes."""
-        drop_unneeded(self.evictions)
+        """Drop the backups, except those of frozen buffers; also those that an interrupted wake has left. Returns the
+        restored bytes.
+        """
+        drop_unneeded(self._buffers)
         return sum(eviction.nbytes for eviction in self.evictions.values())
 
 
@@ -284,4 +285,4 @@ def drop_unneeded(buffers: Iterable[Evictable]) -> None:
     """Drop the backups of those ``buffers`` that are neither evicted nor frozen, and so do not need them."""
     for buffer in buffers:
         if not (buffer.evicted or buffer.frozen):
-            buffer._replace_backup(None)
+            buffer.replace_backup(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from streamalloc.core.errors import CudaError, EvictedError, size_text
+from streamalloc.core.errors import EvictedError, size_text
 from streamalloc.core.internal import Device, Stream, StreamLike
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.session import Session
@@ -101,9 +101,9 @@ class VirtualBuffer(Evictable, Drawn):
             The driver refused the call. No permission has changed.
         """
         self._check_open()
-        self._check_thawed()
+        self.check_thawed()
         rights = device_rights(who, self._session, access, location=self._location)
-        self._release_from(self._mapped)
+        self.release_from(self._mapped)
         self.range._node.set_rights(self.range._node.table(), rights, after)
         self._rights = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
 
@@ -162,7 +162,7 @@ class VirtualBuffer(Evictable, Drawn):
 
         def reserve(tags: Tags) -> Iterator[tuple[Evictable, Backup | None]]:
             for buffer in tags:
-                yield buffer, buffer._reserve_backup(backup, ordered)
+                yield buffer, buffer.reserve_backup(backup, ordered)
 
         steps = EvictSteps(ordered, reserve, after, shared=shared)
         steps.wait({self: ""})
@@ -221,26 +221,12 @@ class VirtualBuffer(Evictable, Drawn):
         entries = list(self.range._node.table())
         if entries:
             wait_for_users(after, self._session, (entry.rights for entry in entries))
-            self._shrink_to(0, 0)
+            self.shrink_to(0, 0)
         self._mapped = self._nbytes = 0
         self._frozen = False
-        self._replace_backup(None)
+        self.replace_backup(None)
         self.eviction = None
         self.range._free()
-
-    # -- for subclasses --------------------------------------------------------------------------------------
-
-    def _shrink_to(self, mapped: int, nbytes: int) -> None:
-        """Release all memory after the first ``mapped`` bytes, which must end with a chunk, and set :attr:`nbytes` to
-        ``nbytes``. After an error the buffer is unchanged.
-        """
-        before = self._mapped, self._nbytes
-        self._mapped, self._nbytes = mapped, nbytes
-        try:
-            self._release_from(mapped)
-        except CudaError:
-            self._mapped, self._nbytes = before
-            raise
 
     def check_usable(self) -> None:
         if self.range.closed:

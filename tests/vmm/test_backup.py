@@ -295,7 +295,7 @@ def test_memory_is_taken_when_a_sleep_is_undone(monkeypatch: pytest.MonkeyPatch,
     several = [group.allocate(4 * PAGE) for _ in range(3)]
     for seed, buffer in enumerate(several):
         filled(buffer, seed)
-    give_back = vmm.GrowableBuffer._begin_eviction
+    give_back = vmm.GrowableBuffer.begin_eviction
     taken: list[vmm.PhysicalMemory] = []
 
     def interrupted(self: vmm.GrowableBuffer, *args: Any) -> None:
@@ -310,7 +310,7 @@ def test_memory_is_taken_when_a_sleep_is_undone(monkeypatch: pytest.MonkeyPatch,
         vmm.PhysicalMemory(device, PAGE)
 
     with monkeypatch.context() as patch:
-        patch.setattr(vmm.GrowableBuffer, "_begin_eviction", interrupted)
+        patch.setattr(vmm.GrowableBuffer, "begin_eviction", interrupted)
         with pytest.raises(error):
             group.sleep()
     assert len(taken) == 4 and not group.asleep

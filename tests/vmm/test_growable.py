@@ -110,6 +110,15 @@ class TestGrow:
                 assert names(traced) == ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
                 assert int(traced.calls[2].args[1]) == PAGE
 
+    def test_by_nothing(self, device: sa.Device) -> None:
+        """Releases nothing of what a shrink has kept."""
+        with vmm.GrowableBuffer(device, 4 * PAGE, 4 * PAGE, chunk=PAGE) as buffer:
+            buffer.resize(PAGE, release=False)
+            buffer.grow(0)
+            assert (buffer.nbytes, buffer.mapped_bytes) == (PAGE, 4 * PAGE)
+            buffer.resize(PAGE)
+            assert buffer.mapped_bytes == PAGE
+
     @pytest.mark.simulated_only("takes all memory of the device")
     def test_out_of_memory(self) -> None:
         """The buffer stays as it was, usable, and grows by less or later."""
