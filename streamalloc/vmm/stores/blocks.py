@@ -52,6 +52,18 @@ They come back in these steps:
    ``Room.fences``. Whoever gets the places next waits for these fences: a stream in step 5, or the host for a write
    (``InMemory.write``).
 
+A :class:`Fence` of copies is in up to five places, each for others who come later:
+
+========================  =======================================  ====================================================
+Place                     Read by                                  What comes after the copies
+========================  =======================================  ====================================================
+``Room.fences``           ``InMemory.moving(out=True)``            later copies to the same contents
+``InMemory._written``     ``InMemory.moving(out=False)``           copies of these contents to the device
+``Chunk._free``           ``Room.take``, after ``Room.give``       copies and writes to places that have a new owner
+``MemoryChunk.release``   the deferred queue (``AfterCopies``)     the release of the memory
+``Reservation.copies``    ``Reservation.in_use``                   the unmap of a range that was dropped after a wake
+========================  =======================================  ====================================================
+
 A pool differs in step 1: ``PoolTier.hold`` allocates memory, and all blocks get places at once. So do pages and pieces,
 whose ``BlockTier._take`` replaces steps 1 and 4, and ``copy_batch`` step 6. In files, ``InFiles.moving`` blocks the
 host until the copies and the reads or writes are done, so places in files need no fences.

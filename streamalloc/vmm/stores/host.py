@@ -1,4 +1,22 @@
-"""Contents of blocks in memory, and the tier in pinned host memory for sleeping buffers and swapped-out pages."""
+"""Contents of blocks in memory, and the tier in pinned host memory for sleeping buffers and swapped-out pages.
+
+Pinning memory takes longer than a copy to it. So threads pin it in *pieces* of at most 128 MiB, and copies begin as
+soon as the first piece is there. The way of a piece in a :class:`HostTier`, under the tier's lock except for step 3:
+
+1. *Asked.* ``_begin`` counts the blocks that the contents in ``_holders`` lack, and those of :meth:`HostTier.prepare`,
+   and subtracts the blocks that are free or under way. Pieces for the rest go into ``_pieces``, and threads are started
+   (``_workers`` is their number).
+2. *Taken.* A thread takes the first piece off ``_pieces`` (``_make_piece``). ``_making`` counts its blocks.
+3. *Pinned.* The thread fills the memory and registers it (``_host_chunk``, ``cuMemHostRegister``).
+4. *There.* The thread adds the :class:`MemoryChunk` to ``_chunks``. It wakes the calls that wait in ``_wait_for_room``
+   for a place for their next copy (``_grown``).
+5. *Done.* A thread that finds no piece ends. When nothing is under way, ``_end_preparations`` sets the results of the
+   futures in ``_preparations``.
+
+If step 3 fails, the error is kept in ``_failure``, and ``_pieces`` is cleared, so that all threads end. A call that
+waits for room raises the error, and the futures get it. After a close of the tier, the threads clear ``_pieces``, too;
+after its drop they end.
+"""
 
 from __future__ import annotations
 
