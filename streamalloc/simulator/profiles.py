@@ -439,6 +439,9 @@ class MachineSpec:
             value = getattr(self, name)
             if value is not None and not hasattr(value, "__index__"):
                 raise TypeError(f"{name} must be an integer, not {type(value).__name__} ({value!r})")
+        for name, text in (("name", self.name), ("host", self.host), ("profile", self.profile_name)):
+            if text and "," in os.fspath(text):
+                raise ValueError(f"{name}={text!r}: a comma ends a setting of STREAMALLOC_DRIVER, for child processes")
         if self.devices < 1:
             raise ValueError(f"devices must be at least 1, got {self.devices}")
         if self.kernels not in ("refuse", "ignore"):

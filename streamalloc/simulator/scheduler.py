@@ -478,10 +478,10 @@ class Scheduler:
                     break
                 else:
                     self._sleep(_IDLE_SECONDS)
-            self._worker = None
             if self.closed:
                 self.on_close()
         finally:
+            self._worker = None  # After an error, too: the next operation then starts another thread.
             call_lock.leave()
 
     def _polls(self) -> bool:

@@ -60,7 +60,11 @@ def test_a_driver_says_what_it_is() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"devices": 0}, {"memory": 0}, {"memory": "0 MiB"}, {"memory": "64 apples"}, {"profile": "abacus"}],
+    [
+        *({"devices": 0}, {"memory": 0}, {"memory": "0 MiB"}, {"memory": "64 apples"}, {"profile": "abacus"}),
+        # A child process would get other settings.
+        *({"name": "a,b"}, {"host": "a,devices=3"}, {"profile": "a,b.json"}),
+    ],
     ids=lambda wrong: str(*wrong.values()),
 )
 def test_impossible_machines_are_refused(wrong: dict[str, Any]) -> None:

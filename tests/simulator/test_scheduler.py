@@ -1,6 +1,7 @@
 """Order and asynchrony: clocks, the worker, the scheduler by chance; graphs, and who has which memory."""
 
 import ctypes
+import errno
 import functools
 import random
 import threading
@@ -15,7 +16,7 @@ from tests.facts.enums import BLOCKING
 from tests.facts.support import MiB, Rig
 from tests.facts.support import value as ok
 from tests.simulator.support import new_rig
-from tests.support import KEEP, bytecodes, in_a_thread, in_threads
+from tests.support import KEEP, bytecodes, eventually, in_a_thread, in_threads
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -49,6 +50,28 @@ def test_a_synchronised_context_has_seen_its_events(seed: int) -> None:
     ok(d.cuCtxRecordEvent(rig.context, event))
     ok(d.cuCtxSynchronize())
     ok(d.cuEventQuery(event))
+
+
+def test_the_device_goes_on_after_an_error_of_the_operating_system(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a process without a free file descriptor, in a look at a word."""
+    d, waiting, copying = rig.raw, rig.stream(), rig.stream()
+    errors: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    word, found = rig.word(), d._machine.banks.is_mapped
+
+    def is_mapped(*args: Any, **named: Any) -> bool:
+        if not errors and threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.EMFILE, "no free file descriptor")
+        return bool(found(*args, **named))
+
+    monkeypatch.setattr(d._machine.banks, "is_mapped", is_mapped)
+    rig.hold(waiting, word)
+    assert eventually(lambda: len(errors) == 1)
+    target = ok(d.cuMemAlloc(64 * MiB))
+    ok(d.cuMemsetD8Async(target, 1, 64 * MiB, copying))  # in several steps, which only the device makes
+    assert rig.executed(copying)
+    word.value = 1
+    ok(d.cuStreamSynchronize(waiting))
 
 
 def test_a_slow_host_function_stops_no_other_stream(rig: Rig) -> None:
