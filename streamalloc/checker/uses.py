@@ -7,6 +7,14 @@ happened (``clocks.Obstacle``): a value, a host function, or an event behind one
 miss the order that this wait gives. The host may free or write the memory meanwhile, so queued uses are recorded
 separately (:func:`record_queued`, ``QueuedSources``).
 
+One use takes these forms on its way::
+
+    Use, Part           what the call names: addresses and sizes; Part, where the arguments of a kernel lead
+     -> Piece           part of a range that the checker knows (look_up)
+     -> TrackedNode     all pieces of the call, queued in the stream or added to a capture (queue_use)
+     -> Access          one of them, with the stream's time, once the stream runs it (check_uses, Judge.use). It is a
+                        RecordedOperation, as allocations and frees are, which a later hazard can name
+
 Records are kept for later in four places:
 
 * operations of a stream behind an obstacle, until the obstacle ends (``clocks.TrackedStream.queue``);

@@ -126,9 +126,9 @@ class Allocator(Unique, BufferSource):
         # The shift is not 0 if the size is negative or too large for the driver.
         if type(nbytes) is not int or nbytes >> 64:
             nbytes = checked_size("nbytes", nbytes)
-        # The second and third column of the table in :mod:`streamalloc.core.stream`.
+        # The second and the third column of the table in :mod:`streamalloc.core.stream`.
         handle = ordered.direct or ordered.ready()
-        if ordered.capturable and handle is not None:
+        if ordered.capturable and handle is not None:  # A captured stream allocates for its graph: see below.
             is_capturing = ordered._session.cuStreamIsCapturing  # A local name makes the call faster.
             if is_capturing(handle)[1] is not NOT_CAPTURED:
                 handle = None

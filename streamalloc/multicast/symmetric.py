@@ -1,4 +1,21 @@
-"""Symmetric memory: memory of the same size for each rank, mapped on the devices of all ranks."""
+"""Symmetric memory: memory of the same size for each rank, mapped on the devices of all ranks.
+
+:mod:`.setup.collective` lists the steps of a creation. The memory of this process ends in one of these ways:
+
+* *A failed creation*, on all ranks. Each rank releases its resources, waits until the others have done so
+  (``RankGroup.barrier_after_failure``), and closes the communicator if it was made for this memory.
+* :meth:`SymmetricMemory.close`, on all ranks. In step ``meet`` the hosts wait for each other. In step ``finish`` each
+  waits for its devices (``finish_all``). Then ``RankResources.release`` releases this process's part. ``_leaving`` says
+  that both steps have succeeded: if the driver then refuses a release, the next call repeats only the release.
+* *A failed close.* If a rank is missing in one of the steps, the others abandon the memory, with the rest of their time
+  but at least ``_GRACE``, and raise the error of the step.
+* :meth:`SymmetricMemory.abandon`, alone; also at the end of a ``with`` block that raises. Streams of this process may
+  wait for a rank that never comes, so ``_satisfy_and_finish`` writes the values that they wait for, and then waits for
+  the devices. If a device is busy too long, nothing is released, and the call can be repeated.
+* *A drop.* The finaliser cannot wait: it warns, and submits a :class:`_DroppedMemory`. The first attempt starts a
+  thread that does what ``abandon`` does before its release. A later attempt releases.
+* *The end of the process.* Nothing is done, because the operating system releases everything.
+"""
 
 from __future__ import annotations
 

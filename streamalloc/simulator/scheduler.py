@@ -2,7 +2,20 @@
 
 Every stream (:class:`Stream`) numbers its operations. Each stream has a vector clock: for each other stream, the
 highest number of an operation that certainly runs before the stream's next operation. The host also has such a clock,
-which only synchronising calls advance.
+which only synchronising calls advance. These say how far a stream has come, or must have come; pools read the last five
+by the rules of :mod:`.allocator`:
+
+=============  ======================================================  =================================================
+Name           Grows                                                   Read by
+=============  ======================================================  =================================================
+``seq``        when an operation is submitted                          the clocks of those that wait for the stream
+``done``       when an operation has finished                          operations that wait for it, and queries
+``marked``     when a command has finished                             ``known``
+``known``      is ``done`` if a mark shows that, otherwise ``marked``  rule 4
+``clock``      when the stream is ordered after another one            rule 3
+``last_free``  when memory of a pool is freed in the stream            rule 6: what the allocating stream waits for
+rank           not: it is given once, until the stream ends            rules 3, 4, 6: the order of the streams
+=============  ======================================================  =================================================
 
 An operation runs on the submitting thread if nothing delays its stream. Otherwise it is queued, and a daemon thread
 runs it as soon as possible, even if the host makes no further calls. All state here is guarded by the lock of
