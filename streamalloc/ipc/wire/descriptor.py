@@ -234,7 +234,7 @@ class Descriptor(NamedTuple):
         """
         if type(data) is not bytes:
             if not isinstance(data, (bytes, bytearray, memoryview)):
-                raise TypeError(f"a descriptor is bytes, not {type(data).__name__}")
+                raise TypeError(f"a descriptor is bytes, not {type(data).__name__}: bytes(shared) has those of share()")
             data = bytes(data)
         length = len(data)
         if length < _SHORTEST or not data.startswith(MAGIC):

@@ -85,7 +85,7 @@ class TestFormat:
     @pytest.mark.parametrize(
         ("data", "error", "says"),
         [
-            *((data, TypeError, "bytes") for data in ("text", 7, None, [1, 2])),
+            *((data, TypeError, r"bytes\(shared\)") for data in ("text", 7, None, [1, 2])),
             *(
                 (data, ValueError, None)
                 for data in (b"", b"SAipc", bytes(500), b"\x80\x04K\x05.", b"SAipc\x01" + bytes(300))
