@@ -117,25 +117,23 @@ def checked_number(name: str, value: object, largest: int = (1 << 64) - 1) -> in
     """
     if type(value) is int and 0 <= value <= largest:
         return value
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer number of bytes, not {type(value).__name__} ({value!r})")
-    size = int(checked_type(name, value, int))
-    if not 0 <= size <= largest:
-        raise ValueError(f"{name}={size} is out of range: allowed are 0 to {size_text(largest)}")
-    return size
+    number = checked_type(name, value, int)
+    if not 0 <= number <= largest:
+        most = size_text(largest).removesuffix(" bytes")  # The number may count something else.
+        raise ValueError(f"{name}={number} is out of range: allowed are 0 to {most}")
+    return number
 
 
 def checked_size(name: str, value: object) -> int:
     """Return the number of bytes that ``value`` gives as an integer or as text such as ``"2MiB"``
     (:func:`~streamalloc.formats.sizes.size_in`). Raises TypeError, ValueError with the argument's ``name``.
     """
-    if not isinstance(value, str):
-        return checked_number(name, value)
-    try:
-        size = size_in(value)
-    except ValueError as error:
-        raise ValueError(f"{name}={error}") from None
-    return checked_number(name, size)
+    if isinstance(value, str):
+        try:
+            value = size_in(value)
+        except ValueError as error:
+            raise ValueError(f"{name}={error}") from None
+    return checked_number(name, value)
 
 
 def checked_seconds(name: str, value: Any) -> float:
@@ -148,6 +146,15 @@ def checked_seconds(name: str, value: Any) -> float:
     if not seconds >= 0:
         raise ValueError(f"{name}={value!r}: allowed are 0 and more seconds")
     return seconds
+
+
+def checked_function(name: str, value: T, optional: bool = False) -> T:
+    """Return ``value`` if it can be called, or if it is None and ``optional``. Otherwise raise TypeError with the
+    argument's ``name``.
+    """
+    if not (callable(value) or (optional and value is None)):
+        raise TypeError(f"{name} must be a function, not {type(value).__name__} ({value!r})")
+    return value
 
 
 _IN_WORDS = {int: "an integer", str: "a string"}

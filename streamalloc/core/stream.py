@@ -66,6 +66,7 @@ from streamalloc.core.event import (
     foreign_event,
     is_done,
 )
+from streamalloc.core.properties import checked_function
 from streamalloc.core.resource import Closes, above
 from streamalloc.core.session import PerDriver, Session, members, sessions
 from streamalloc.driver.internal import SETTLERS, RLock, ThreadLocal, cuda
@@ -134,8 +135,7 @@ def _queue_host_function(stream: Stream, function: Callable[[], object]) -> None
     """Queue a new C callback that calls ``function`` once (``cuLaunchHostFunc``). The driver also gets its address as
     its argument, by which it removes itself from ``_host_functions``.
     """
-    if not callable(function):
-        raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
+    checked_function("function", function)
     why = "the bindings let a Python function run once, and a graph may be launched more often"
     # These two lines may raise, so they come before the callback is made: only its call by the driver releases it.
     stream.refuse_capture("cuLaunchHostFunc", why)

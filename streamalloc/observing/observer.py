@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text, warn
 from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
-from streamalloc.core.properties import MemLocation, checked_size, checked_type
+from streamalloc.core.properties import MemLocation, checked_function, checked_number, checked_size, checked_type
 from streamalloc.core.resource import Leaves
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
@@ -685,11 +685,11 @@ def observe(
     """
     most = checked_size("limit", limit)
     for name, value in (("depth", depth), ("history", 0 if history is None else history)):
-        if checked_type(name, value, int) < 0:
-            raise ValueError(f"{name}={value}: must be at least 0")
+        checked_number(name, value)
     for name, hook in (("on_allocate", on_allocate), ("on_free", on_free)):
-        if not (hook is None or callable(hook)):
-            raise TypeError(f"{name} must be a function, not {type(hook).__name__} ({hook!r})")
+        checked_function(name, hook, optional=True)
+    if not (log is None or isinstance(log, (str, Path))):  # A number would be taken for a file descriptor.
+        raise TypeError(f"log must be a path, not {type(log).__name__} ({log!r})")
     for one in what:
         if not isinstance(one, (Device, Allocator, VirtualBuffer, AddressRange, PageSpace, SymmetricMemory)):
             raise TypeError(

@@ -38,7 +38,7 @@ from streamalloc.core.internal import (
     read_or_none,
     session_for,
 )
-from streamalloc.core.properties import MemLocation, MemLocationType, checked_number, checked_size
+from streamalloc.core.properties import MemLocation, MemLocationType, checked_function, checked_number, checked_size
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.places import Address, has_access, residence_of
@@ -626,12 +626,9 @@ class CallbackAllocator(_Source):
         managed: bool = False,
         driver: Driver | None = None,
     ) -> None:
-        for name, function in (("allocate", allocate), ("free", free)):
-            if not callable(function) and (function is not None or name == "allocate"):
-                raise TypeError(f"{name} must be a function, not {type(function).__name__}")
-        self.take: Allocate = allocate
+        self.take: Allocate = checked_function("allocate", allocate)
         """Function that returns new memory."""
-        self.free: Free | None = free
+        self.free: Free | None = checked_function("free", free, optional=True)
         """Function that frees memory; None if the memory's own ``free`` or ``close`` is called."""
         super().__init__(where, managed, driver)
 

@@ -60,7 +60,7 @@ from typing import Any, Protocol, TypeAlias
 
 from streamalloc.core.errors import attach, size_text
 from streamalloc.core.internal import Device, Stream, StreamLike, work
-from streamalloc.core.properties import MemHandleType
+from streamalloc.core.properties import MemHandleType, checked_function
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import After
 from streamalloc.vmm.claims import claim_also, claimed
@@ -545,14 +545,14 @@ class SleepGroup(Members):
         by the call and awake before the first hook; if there are none, no hook is called. Hooks and other threads can
         still use, close, evict or remove these buffers. A buffer that was closed, evicted or removed takes no part in
         the sleep. If a later hook or the sleep fails, ``undo(buffers)`` is called with the same list; the undo of the
-        last hook comes first. Without ``undo`` nothing is called. Raises ClosedError if the group was closed. An
-        example for code that registers memory::
+        last hook comes first. Without ``undo`` nothing is called. Raises ClosedError if the group was closed, and
+        TypeError if ``hook`` or ``undo`` cannot be called. An example for code that registers memory::
 
             group.before_sleep(deregister, undo=register)
             group.after_wake(register, undo=deregister)
         """
         self._check_open()
-        self._before_sleep.append((hook, undo))
+        self._before_sleep.append((checked_function("hook", hook), checked_function("undo", undo, optional=True)))
 
     def after_wake(self, hook: Hook, undo: Hook | None = None) -> None:
         """Have ``hook(buffers)`` called in each :meth:`wake`, with a list of the restored buffers, once these can be
@@ -561,10 +561,10 @@ class SleepGroup(Members):
         Hooks are called in the order in which they were added. The bytes are complete in the order of the stream of
         :meth:`wake`. If a later hook or the wake fails, ``undo(buffers)`` is called; the undo of the last hook comes
         first. Then the buffers are put to sleep again, with their earlier bytes. Without ``undo`` nothing is called.
-        Raises ClosedError if the group was closed.
+        Raises ClosedError if the group was closed, and TypeError if ``hook`` or ``undo`` cannot be called.
         """
         self._check_open()
-        self._after_wake.append((hook, undo))
+        self._after_wake.append((checked_function("hook", hook), checked_function("undo", undo, optional=True)))
 
     @claimed
     def close(self) -> None:

@@ -532,6 +532,8 @@ class TestArguments:
         each_raises(TypeError, lambda: sa.observe(3), match="what: 3 is no device")  # type: ignore[arg-type]
         each_raises(ValueError, lambda: sa.observe(pool, limit=-1), match="limit")
         each_raises(TypeError, lambda: sa.observe(pool, depth="all"), match="depth must be an integer, not str")  # type: ignore[arg-type]
+        # A number would name a descriptor: the log would go to the terminal, and close it.
+        each_raises(TypeError, lambda: sa.observe(pool, log=True), match="log must be a path, not bool")  # type: ignore[arg-type]
         each_raises(TypeError, lambda: sa.observe(pool, on_free=3), match="on_free must be a function, not int")  # type: ignore[arg-type]
         each_raises(ValueError, lambda: sa.observe(pool, driver=machine), match="driver")
 

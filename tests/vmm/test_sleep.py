@@ -168,6 +168,14 @@ class TestMembers:
         )
         buffer.close()
 
+    def test_a_hook_that_cannot_be_called_is_refused_at_once(self, group: vmm.SleepGroup) -> None:
+        (buffer,) = buffers(group, "a")
+        each_raises(TypeError, lambda: group.before_sleep(3), match="hook must be a function, not int")  # type: ignore[arg-type]
+        each_raises(TypeError, lambda: group.after_wake(print, "undo"), match="undo must be a function, not str")  # type: ignore[arg-type]
+        group.sleep()
+        group.wake()
+        assert shows(buffer, 0)
+
     def test_an_error_names_no_group_that_cannot_help(self, device: sa.Device, stream: sa.Stream) -> None:
         one, other = vmm.SleepGroup(device), vmm.SleepGroup(device)
         (buffer,) = buffers(one, "a")

@@ -322,6 +322,7 @@ class TestMipmaps:
         each_raises(ValueError, lambda: texture.map(tiles, level=10, stream=stream), match="level=10")
         each_raises(ValueError, lambda: texture.map_tail(tiles, layer=1, stream=stream), match="layer=1")
         each_raises(ValueError, lambda: texture.unmap(slice(4), stream=stream), match="are 2 slices")  # type: ignore[arg-type]
+        each_raises(ValueError, lambda: vmm.SparseArray(texture.device, (8, 8), levels=-1), match="levels=-1 .*[0-9]$")
         each_raises(TypeError, lambda: texture.mapped_tiles("1"), match="level must be")  # type: ignore[arg-type]
         each_raises(TypeError, lambda: texture.mapped_tiles(layer=None), match="layer must be")  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from streamalloc.core.errors import ClosedError, size_text, undoing
 from streamalloc.core.internal import Fd
-from streamalloc.core.properties import checked_seconds, checked_size
+from streamalloc.core.properties import checked_function, checked_seconds, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import members
 from streamalloc.driver.internal import RLock
@@ -111,14 +111,12 @@ class PageBudget(Closes):
         """Path of the file."""
         self.closed: bool = False
         """Whether the budget was closed."""
-        self._on_ask = on_ask
+        self._on_ask = checked_function("on_ask", on_ask, optional=True)
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         """The :class:`~streamalloc.vmm.pages.places.PhysicalPages` of the arenas that use this budget."""
         self._lock = RLock()
         self._end_of_thread: threading.Event | None = None
         """Event that ends the thread which reads requests; None before the first arena uses the budget."""
-        if on_ask is not None and not callable(on_ask):
-            raise TypeError(f"on_ask must be callable, not {type(on_ask).__name__} ({on_ask!r})")
         most = None if limit is None else checked_size("limit", limit)
         create = 0 if most is None else os.O_CREAT
         try:

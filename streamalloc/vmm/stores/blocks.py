@@ -94,7 +94,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     kernels_may_use,
 )
-from streamalloc.core.properties import checked_size, checked_type
+from streamalloc.core.properties import checked_number, checked_size, checked_type
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import Session, drained, session_of
 from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, RLock
@@ -711,9 +711,7 @@ class BlockTier(Tier, Closes):
         ClosedError, CudaError
             The tier was closed, or the driver refused a call.
         """
-        count, nbytes = checked_type("count", count, int), checked_size("nbytes", nbytes)
-        if count < 0:
-            raise ValueError(f"count={count}: must be at least 0")
+        count, nbytes = checked_number("count", count), checked_size("nbytes", nbytes)
         if not nbytes:
             raise ValueError("nbytes=0: a block has at least one byte")
         with self._lock:

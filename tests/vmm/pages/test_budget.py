@@ -132,7 +132,7 @@ class TestOne:
             assert vmm.PageBudget(path).limit == PAGE
             each_raises(ValueError, lambda: vmm.PageBudget(path, 2 * PAGE), match="has 2 MiB")
             each_raises(TypeError, lambda: vmm.PageArena(device, budget=path), match="budget must be")  # type: ignore[arg-type]
-            each_raises(TypeError, lambda: vmm.PageBudget(path, on_ask=3), match="on_ask must be callable, not int")  # type: ignore[arg-type]
+            each_raises(TypeError, lambda: vmm.PageBudget(path, on_ask=3), match="on_ask must be a function, not int")  # type: ignore[arg-type]
             os.truncate(path, 100)
             with pytest.raises(ValueError, match="was truncated"):
                 budget.wait(1)
