@@ -17,29 +17,7 @@ from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import ALIGNMENT, CHUNK, round_up
 from streamalloc.simulator.errors import Result, check
 from streamalloc.simulator.memory import Physical, ReservedExtent
-from streamalloc.simulator.scheduler import Clock, Operation, Points, Stream
-
-
-class LastUses:
-    """Last uses of some memory: for each stream that uses it, the number of the stream's last operation on the
-    memory.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[Stream, int]] = {}
-
-    def add(self, stream: Stream, seq: int) -> None:
-        self._last[stream.id] = (stream, seq)
-
-    def unfinished(self) -> Points:
-        self._last = {number: (stream, seq) for number, (stream, seq) in self._last.items() if stream.done < seq}
-        return tuple(self._last.values())
-
-    def over_for(self, clock: Clock) -> bool:
-        """Whether every use is done, or is among the operations that ``clock`` contains (which precede the work with
-        this clock).
-        """
-        return all(clock.get(stream.id, 0) >= seq for stream, seq in self.unfinished())
+from streamalloc.simulator.scheduler import Clock, LastUses, Operation, Stream
 
 
 class GraphChunk:

@@ -14,7 +14,7 @@ from streamalloc.simulator.constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import Label, Labels
 from streamalloc.simulator.memory import Physical, ReservedExtent
-from streamalloc.simulator.scheduler import ALL, Clock, Mark, Operation, QueuedCall, Scheduler, Stream
+from streamalloc.simulator.scheduler import ALL, Clock, LastUses, Mark, Operation, QueuedCall, Scheduler, Stream
 
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
@@ -310,10 +310,8 @@ class OpenedPool(Accessible):
         self.access: dict[int, int] = {}
         self.imports: int = 0
         """Number of allocations of the pool that are imported now."""
-        self.freed: dict[int, tuple[Stream, int]] = {}
-        """For each stream that freed an imported allocation, by its number: a tuple of the stream and the number of its
-        last such operation.
-        """
+        self.freed: LastUses = LastUses()
+        """Frees of imported allocations."""
         self._whole = os.fstat(fd).st_size
         # Only the first _VIEW bytes are mapped: most pools are smaller, and a process has addresses for only some
         # hundred ranges of full size. The sparse file is as large as the pool can become, so :meth:`address` can map
@@ -337,7 +335,7 @@ class OpenedPool(Accessible):
     def free(self, block: Block, size: int, stream: Stream) -> None:
         """Free an imported allocation in the order of ``stream``. The free affects only this process."""
         self.imports -= 1
-        self.freed[stream.id] = (stream, stream.submit(Operation()))
+        self.freed.add(stream, stream.submit(Operation()))
 
     def free_now(self, block: Block) -> None:
         """End the import of an allocation at once, as cuMemFree does."""

@@ -320,6 +320,30 @@ def learn(clock: Clock, other: Stream) -> None:
         clock[other.id] = other.seq
 
 
+class LastUses:
+    """Last uses of some memory: for each stream that uses it, the number of the stream's last operation on the
+    memory.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Stream, int]] = {}
+
+    def add(self, stream: Stream, seq: int) -> None:
+        if stream.id not in self._last:
+            self.unfinished()  # Otherwise the streams of a long program would stay here for ever.
+        self._last[stream.id] = (stream, seq)
+
+    def unfinished(self) -> Points:
+        self._last = {number: (stream, seq) for number, (stream, seq) in self._last.items() if stream.done < seq}
+        return tuple(self._last.values())
+
+    def over_for(self, clock: Clock) -> bool:
+        """Whether every use is done, or is among the operations that ``clock`` contains (which precede the work with
+        this clock).
+        """
+        return all(clock.get(stream.id, 0) >= seq for stream, seq in self.unfinished())
+
+
 class Scheduler:
     """Streams of one machine, the vector clock of the host, and the thread that runs queued operations."""
 

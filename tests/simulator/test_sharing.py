@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from streamalloc.simulator.contexts import TABLE_EVENTS
+from streamalloc.simulator.scheduler import Stream
 from tests.facts.enums import DEVICE, FABRIC, HOST_NUMA, POSIX_FD, READWRITE
 from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, said, value
 from tests.facts.test_sharing import imported, owner_of_a_pool
@@ -158,6 +159,18 @@ class TestPools:
             assert said(other.raw.cuMemPoolDestroy(imported)) == "SUCCESS"
             assert gate.is_open
         value(other.raw.cuStreamSynchronize(using))
+
+    def test_keeps_no_streams_that_freed_its_memory(self, rig: Rig, other: Rig) -> None:
+        pool, imported = shared_pool(rig, other)
+        _, data = allocate(rig, pool, MiB, 7, rig.stream())
+        counts = []
+        for _ in range(3):
+            stream = value(other.raw.cuStreamCreate(1))
+            value(other.raw.cuMemFreeAsync(value(pointer(other, imported, data)), stream))
+            for call in (other.raw.cuStreamSynchronize, other.raw.cuStreamDestroy):
+                value(call(stream))
+            counts.append(sum(type(one) is Stream for one in gc.get_objects()))
+        assert counts[0] == counts[2]
 
     def test_one_that_is_large(self, rig: Rig, other: Rig) -> None:
         """Its first allocations are where they were, whatever else is imported."""

@@ -101,7 +101,7 @@ class PoolCalls(Calls):
         Gives CUDA_ERROR_INVALID_VALUE while an allocation of the pool is imported.
         """
         check(not pool.imports)
-        self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
+        self.scheduler.wait(lambda: not pool.freed.unfinished())
         check(
             not pool.imports and self.pools.opened.pop(pool.handle, None)
         )  # Another thread may have destroyed the pool meanwhile.
