@@ -8,7 +8,6 @@ to all devices. A stream of the receiving rank waits for the counter in that ran
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -54,13 +53,13 @@ class Signals:
 
     def barrier(self, streams: Mapping[int, Stream], channel: int) -> None:
         """Queue a barrier of ``channel`` on ``streams``, which has one stream for each rank of this process, by rank.
-        Raises TypeError or ValueError for a wrong ``channel`` (:func:`check_channel`), CaptureError if a stream is
-        being captured, ClosedError if a stream was closed, and CudaError if the driver refuses.
+        Raises TypeError or ValueError for a wrong ``channel``, CaptureError if a stream is being captured, ClosedError
+        if a stream was closed, and CudaError if the driver refuses.
 
         Each stream increments its rank's counter in the memory of all other ranks (``cuStreamWriteValue32``), then
         waits for the increments of the other ranks (``cuStreamWaitValue32``).
         """
-        check_channel(channel)
+        channel = _checked_channel(channel)
         count = (self._rounds[channel] + 1) % _WRAP
         for rank, stream in streams.items():
             stream.refuse_capture("cuStreamWaitValue32", _CAPTURED)
@@ -83,7 +82,7 @@ class Signals:
         (``cuStreamWriteValue32``). Errors as for :meth:`barrier`; also TypeError if ``peer`` is no integer, and
         ValueError if it is not another rank.
         """
-        self._check(rank, peer, stream, channel, "cuStreamWriteValue32")
+        peer, channel = self._checked(rank, peer, stream, channel, "cuStreamWriteValue32")
         count = (self._sent[rank, peer, channel] + 1) % _WRAP
         self._wait_for_latest(stream, _SIGNAL, rank, peer, channel)
         self._write(stream, peer, _SIGNAL, channel, rank, count)
@@ -94,7 +93,7 @@ class Signals:
         """Have later work of ``stream`` wait for the next increment by ``peer`` in the memory of ``rank``
         (``cuStreamWaitValue32``). Errors as for :meth:`put`.
         """
-        self._check(rank, peer, stream, channel, "cuStreamWaitValue32")
+        peer, channel = self._checked(rank, peer, stream, channel, "cuStreamWaitValue32")
         count = (self._awaited[rank, peer, channel] + 1) % _WRAP
         self._wait(stream, rank, _SIGNAL, channel, peer, count)
         self._awaited[rank, peer, channel] = count
@@ -125,12 +124,14 @@ class Signals:
     def _others(self, rank: int) -> list[int]:
         return [other for other in range(self._size) if other != rank]
 
-    def _check(self, rank: int, peer: int, stream: Stream, channel: int, call: str) -> None:
-        number = operator.index(peer)
+    def _checked(self, rank: int, peer: int, stream: Stream, channel: int, call: str) -> tuple[int, int]:
+        # The numbers are keys. Another object with ``__index__``, such as a tensor, may be equal to itself only.
+        number = checked_type("peer", peer, int)
         if not 0 <= number < self._size or number == rank:
             raise ValueError(f"peer={peer}: allowed are the other ranks of 0 to {self._size - 1}, and this is {rank}")
-        check_channel(channel)
+        found = number, _checked_channel(channel)
         stream.refuse_capture(call, _CAPTURED)
+        return found
 
     def _wait_for_latest(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
         """Have ``stream`` wait for the last write of the counter, which may have been queued on another stream. Raises
@@ -155,7 +156,8 @@ class Signals:
         return self._bases[owner] + self.layout.counter(kind, channel, sender, self._size)
 
 
-def check_channel(channel: int) -> None:
-    """Raise TypeError if ``channel`` is no integer, ValueError if it is not from 0 to 15."""
-    if not 0 <= checked_type("channel", channel, int) < CHANNELS:
+def _checked_channel(channel: int) -> int:
+    number = checked_type("channel", channel, int)
+    if not 0 <= number < CHANNELS:
         raise ValueError(f"channel={channel}: allowed are 0 to {CHANNELS - 1}")
+    return number

@@ -70,6 +70,16 @@ def words_at(memory: SymmetricMemory, rank: int, address: int, count: int) -> li
     return [int(word) for word in found]
 
 
+class Number:
+    """An integer of another library, which is equal to itself only."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __index__(self) -> int:
+        return self._number
+
+
 @pytest.mark.gpus(2)
 class TestInOneProcess:
     def test_every_device_writes_and_reads_all_of_it(self, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
@@ -175,6 +185,18 @@ class TestInOneProcess:
         memory.wait_signal(1, first, channel=2)
         assert executed(first)
 
+    def test_signals_add_up_for_any_integers(self, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
+        """Such as tensors, which are equal to themselves only."""
+        for _ in range(2):
+            memory.put_signal(Number(1), streams[0], channel=Number(2))  # type: ignore[arg-type]
+        for _ in range(2):
+            memory.wait_signal(Number(0), streams[1], channel=Number(2))  # type: ignore[arg-type]
+        assert executed(streams[1])
+        memory.wait_signal(0, streams[1], channel=2)
+        assert pending(streams[1])
+        memory.put_signal(1, streams[0], channel=2)
+        assert executed(streams[1])
+
     def test_wrong_uses_of_streams(self, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
         first = streams[0]
         with pytest.raises(TypeError, match="stream"):
@@ -190,6 +212,7 @@ class TestInOneProcess:
         for peer in (0, 2, -1):
             with pytest.raises(ValueError, match=f"peer={peer}"):
                 memory.put_signal(peer, first)
+        each_raises(TypeError, lambda: memory.put_signal("1", first), match="peer")  # type: ignore[arg-type]
         each_raises(ValueError, lambda: memory.put_signal(0, first, rank=5), match="rank=5")
         each_raises(TypeError, lambda: memory.barrier(first, 3), match="stream")  # type: ignore[arg-type]
         with first.capture():
