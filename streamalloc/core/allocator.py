@@ -272,10 +272,9 @@ class Allocator(Unique, BufferSource):
         try:
             await_closed_streams(self._session)
             freed = work(self._session)
-            released = self._make_room(stream) or bool(freed)
+            return self._make_room(stream) or freed > 0, ""
         except CudaError as error:
             return False, f"making room failed: {error}"
-        return released, ""
 
     def _out_of_memory(self, result: Any, buffer: Buffer, capturing: bool, trouble: str) -> CudaError:
         figures = self._figures(buffer._stream.device, capturing)
@@ -285,9 +284,8 @@ class Allocator(Unique, BufferSource):
         # exceed it or the device has enough free memory, their names would mislead.
         used, free = figures.get("used", 0), figures.get("free", 0)
         limited = "limit" in figures and (used + buffer._nbytes > figures["limit"] or free >= buffer._nbytes)
-        if not limited:
-            own = None
-        figures["holders"] = (() if limited else pools) + holders(self._session, self.location, own)
+        listed = holders(self._session, self.location, own if limited else None)
+        figures["holders"] = (() if limited else pools) + listed
         return error_from(result, self.alloc_name, trouble or _advice(**figures), **figures)
 
     def _no_source(self) -> str:

@@ -417,10 +417,8 @@ class Buffer(Memory, Closes):
         # free the memory of the next owner of the address.
         ptr, self._ptr = self._ptr, None
         if ptr is None:
-            if self.shared is None:
+            if self.shared is None or ordered.capturable or ordered.is_default:  # Freed; or a capture may be under way.
                 return self._free_checked(stream, still_imported, timeout)
-            if ordered.capturable or ordered.is_default:  # A capture may be under way.
-                return ordered.checked_call(self._free_after, ordered, still_imported, timeout)
             return self._free_after(handle, False, ordered, still_imported, timeout)
         try:
             result = free(ptr, handle)[0]

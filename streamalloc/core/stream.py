@@ -605,9 +605,8 @@ def while_open(stream: Stream, act: Callable[[], T]) -> T:
     because these items take the locks of other streams.
     """
     queue, me = deferred_queue(stream._session), get_ident()
-    is_default = isinstance(stream, DefaultStream)
-    with queue.beginning if is_default else stream._in_use:
-        if is_default and queue.captures:
+    with queue.beginning if stream.is_default else stream._in_use:
+        if stream.is_default and queue.captures:
             why = "a stream is being captured, and the call concerns all streams"
             raise refused(CaptureError, "work on a default stream", why)
         try:
@@ -666,11 +665,10 @@ class OwnStream(Stream):
         stream._prepare(device, None, capturable=False)
         stream._session.create_in(device.ordinal, stream, "cuStreamCreateWithPriority", int(flags), priority)
         stream._open()
-        listener = stream._session.listener
         if name:
             _named(stream._session)[stream._number] = stream
-            if listener is not None:
-                listener.named(stream._raw, name)
+            if stream._session.listener is not None:
+                stream._session.listener.named(stream._raw, name)
         return stream
 
     def _close(self) -> None:

@@ -191,9 +191,9 @@ class GrowableBuffer(VirtualBuffer):
         elif after is not None:
             list(ends_of(after, self._session))  # Nobody waits, but the argument must be allowed.
         if needed > self._mapped:
-            starts = range(self._mapped, needed, self._chunk or needed - self._mapped)
-            ends = [*starts[1:], needed]
-            self.create_chunks([ChunkSpec(at, end - at, self._spec) for at, end in zip(starts, ends, strict=False)])
+            most = self._chunk or needed - self._mapped
+            starts = range(self._mapped, needed, most)
+            self.create_chunks([ChunkSpec(at, min(most, needed - at), self._spec) for at in starts])
             self._mapped = needed
         self._nbytes = size
 

@@ -104,11 +104,7 @@ class Hold:
 
     def end(self) -> None:
         """End the hold, so that it no longer delays the free of the allocation. Idempotent."""
-        self.lost, self._mark = _ended, None
-
-
-def _ended() -> bool:
-    return True
+        self.lost, self._mark = (lambda: True), None
 
 
 def _lasting(holds: list[Hold]) -> list[Hold]:
@@ -487,8 +483,7 @@ class Exports:
         """16 bytes that name the socket of the handle server; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
         self._uuids: dict[int, bytes] = {}
-        self._handles: weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]
-        self._handles = weakref.WeakKeyDictionary()
+        self._handles = weakref.WeakKeyDictionary[PhysicalMemory, dict[MemHandleType, Fd | bytes]]()
         self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
 
     def serve(self) -> bytes:

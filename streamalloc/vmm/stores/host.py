@@ -577,7 +577,14 @@ class PoolTier(Tier):
         ClosedError
             The pool was closed.
         """
-        self._check(stream)
+        pool = self.pool
+        if session_of(pool) is not session_of(stream):
+            raise ValueError(f"backup {pool!r} belongs to another driver")
+        if not pool.location.on_host:
+            raise ValueError(f"backup={pool!r} is not in host memory")
+        if not pool.reachable_from(stream.device):
+            how = "pool.set_access(device, MemAccess.READWRITE) gives it, so that copies run at full speed"
+            raise ValueError(f"backup={pool!r} gives {stream.device!r} no access: {how}")
         blocks, bounds, end = list[range](), list[tuple[int, int]](), 0
         for nbytes in sizes:
             first, start = len(bounds), -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -588,18 +595,8 @@ class PoolTier(Tier):
         stored, done = InMemory(self, np.array([stop - start for start, stop in bounds])), 0
         with undoing(stored.drop):
             for at in range(0, end, _ALLOCATION):
-                memory = self.pool.allocate(min(_ALLOCATION, end - at), stream)
+                memory = pool.allocate(min(_ALLOCATION, end - at), stream)
                 offsets = [start - at for start, _ in bounds if at <= start < at + _ALLOCATION]
                 chunk = MemoryChunk(self.session, 0, offsets, memory, memory.close)
                 done += stored.room.take(chunk, range(done, len(bounds)))[0]
         return [Backup(stored, some) for some in blocks]
-
-    def _check(self, stream: Stream) -> None:
-        pool = self.pool
-        if session_of(pool) is not session_of(stream):
-            raise ValueError(f"backup {pool!r} belongs to another driver")
-        if not pool.location.on_host:
-            raise ValueError(f"backup={pool!r} is not in host memory")
-        if not pool.reachable_from(stream.device):
-            how = "pool.set_access(device, MemAccess.READWRITE) gives it, so that copies run at full speed"
-            raise ValueError(f"backup={pool!r} gives {stream.device!r} no access: {how}")
