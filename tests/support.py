@@ -183,16 +183,14 @@ def workout(examples: int, steps: int, **more: Any) -> Any:
     )
 
 
-def bytecodes(work: Callable[[], object], counts: Callable[[FrameType], bool] = lambda frame: True) -> int:
-    """Return the number of bytecodes that ``work()`` runs in this thread, in frames for which ``counts`` is true. Other
-    processes do not change this measure of cost. The collector is off meanwhile, because its finalisers would count.
+def bytecodes(work: Callable[[], object]) -> int:
+    """Return the number of bytecodes that ``work()`` runs in this thread. Other processes do not change this measure of
+    cost. The collector is off meanwhile, because its finalisers would count.
     """
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
-        if not counts(frame):
-            return None
         frame.f_trace_opcodes = True
         count += event == "opcode"
         return trace

@@ -158,9 +158,9 @@ def raising(error: Exception) -> Callable[[Any], Any]:
     return setup
 
 
-def measured(machine: Any, row: BenchRow, chosen: type[Chosen] = OnAGpu) -> dict[str, Any]:
+def measured(machine: Any, row: BenchRow) -> dict[str, Any]:
     with contextlib.ExitStack() as resources:
-        return measuring.measured(measuring.Bench(chosen(machine), False, resources), row)
+        return measuring.measured(measuring.Bench(OnAGpu(machine), False, resources), row)
 
 
 row_of = functools.partial(BenchRow, "row", "A row", most=1, rounds=(2, 2))

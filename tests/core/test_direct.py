@@ -15,7 +15,7 @@ from streamalloc.core.deferred import Deferred
 from streamalloc.core.fence import queue_behind
 from streamalloc.core.session import DIRECT
 from streamalloc.testing import Faults, Gate
-from tests.support import each_raises, holds, in_threads, names, pending, read
+from tests.support import each_raises, holds, names, pending, read
 
 
 class Scene(NamedTuple):
@@ -212,16 +212,6 @@ class TestEventsUsedAgain:
         assert len(checker.outstanding()["event"]) == 1
         late.close()
         checker.assert_nothing_left()
-
-    def test_threads_that_close_the_same_event(self, stream: sa.Stream) -> None:
-        """It comes back once: two users of one event would wait for each other's work."""
-        for _ in range(200):
-            event = stream.record()
-            in_threads(*[event.close] * 3)
-            held = [stream.record() for _ in range(3)]
-            assert len({one.handle for one in held}) == 3
-            for one in held:
-                one.close()
 
     def test_an_event_of_a_context_that_is_gone(self, streamalloc_faults: Faults, stream: sa.Stream) -> None:
         """It is refused, and a new one is made."""

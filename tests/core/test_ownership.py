@@ -93,7 +93,8 @@ def test_closes_once(number: int) -> None:
     fd = Fd(number)
     assert fd.fileno() == number and repr(fd) == f"<Fd {number}>"
     fd.close()
-    assert not is_open(number)
+    assert not is_open(number) and repr(fd) == "<Fd closed>"
+    each_raises(ClosedError, fd.fileno, fd.detach)
     again = os.dup(0)  # most likely the same number, and now somebody else's
     fd.close()
     assert is_open(again)
@@ -109,14 +110,6 @@ def test_closes_at_the_end_of_a_block_and_when_dropped(number: int) -> None:
     del fd
     gc.collect()
     assert not is_open(kept)
-
-
-def test_says_when_it_is_closed(number: int) -> None:
-    fd = Fd(number)
-    assert repr(fd) == f"<Fd {number}>"
-    fd.close()
-    assert repr(fd) == "<Fd closed>"
-    each_raises(ClosedError, fd.fileno, fd.detach)
 
 
 def test_gives_the_descriptor_away(number: int) -> None:

@@ -54,8 +54,8 @@ class Team:
         size = self.size if size is None else size
         return said(self.raw.cuMulticastBindMem(self.object, offset, memory, start, size, flags))
 
-    def bind_address(self, address: int, offset: int = 0, size: int | None = None) -> str:
-        return said(self.raw.cuMulticastBindAddr(self.object, offset, address, size or self.size, 0))
+    def bind_address(self, address: int, size: int | None = None) -> str:
+        return said(self.raw.cuMulticastBindAddr(self.object, 0, address, size or self.size, 0))
 
     def unbind(self, device: int, offset: int = 0, size: int | None = None) -> str:
         return said(self.raw.cuMulticastUnbind(self.object, device, offset, size or self.size))

@@ -69,28 +69,28 @@ def hold(peer: Peer) -> None:
     peer.tell("gate", "hold", Kept("stream"))
 
 
-def import_pool(peer: Peer, fd: int, keep: str = "pool") -> str:
-    return peer.said("cuMemPoolImportFromShareableHandle", Descriptor(fd), FD, 0, keep=keep)
+def import_pool(peer: Peer, fd: int) -> str:
+    return peer.said("cuMemPoolImportFromShareableHandle", Descriptor(fd), FD, 0, keep="pool")
 
 
 def pointer_data(data: bytes) -> Opaque:
     return Opaque("CUmemPoolPtrExportData", data)
 
 
-def import_pointer(peer: Peer, data: bytes, keep: str = "pointer") -> str:
-    return peer.said("cuMemPoolImportPointer", Kept("pool"), pointer_data(data), keep=keep)
+def import_pointer(peer: Peer, data: bytes) -> str:
+    return peer.said("cuMemPoolImportPointer", Kept("pool"), pointer_data(data), keep="pointer")
 
 
-def imported(peer: Peer, data: bytes, keep: str = "pointer") -> int:
-    return int(peer.value("cuMemPoolImportPointer", Kept("pool"), pointer_data(data), keep=keep))
+def imported(peer: Peer, data: bytes) -> int:
+    return int(peer.value("cuMemPoolImportPointer", Kept("pool"), pointer_data(data), keep="pointer"))
 
 
-def owner_of_a_pool(process: Peer, size: int = MiB) -> tuple[int, bytes]:
+def owner_of_a_pool(process: Peer) -> tuple[int, bytes]:
     """Let the other process share a pool with an allocation of sevens: the descriptor and the pointer's data."""
     process.rig("pool", UINT64_MAX, handle_types=POSIX_FD, keep="pool")
     process.rig("stream", keep="stream")
-    process.value("cuMemAllocFromPoolAsync", size, Kept("pool"), Kept("stream"), keep="memory")
-    process.value("cuMemsetD8Async", Kept("memory"), 7, size, Kept("stream"))
+    process.value("cuMemAllocFromPoolAsync", MiB, Kept("pool"), Kept("stream"), keep="memory")
+    process.value("cuMemsetD8Async", Kept("memory"), 7, MiB, Kept("stream"))
     process.value("cuStreamSynchronize", Kept("stream"))
     fd = process.fetch(process.value("cuMemPoolExportToShareableHandle", Kept("pool"), FD, 0))
     return fd, process.value("cuMemPoolExportPointer", Kept("memory"))

@@ -155,11 +155,11 @@ def make_pool(there: There, name: str = "pool") -> None:
     there.keep(name, shared_pool(there.device))
 
 
-def make_buffer(there: There, name: str, seed: int, nbytes: int = MiB, pool: str = "pool", on: str = "stream") -> int:
+def make_buffer(there: There, name: str, seed: int, nbytes: int = MiB, pool: str = "pool") -> int:
     """An allocation with a pattern that is queued on its stream; its address. A pool that is not there is made."""
     if pool not in there.kept:
         make_pool(there, pool)
-    buffer = there.keep(name, there.kept[pool].allocate(nbytes, there.kept[on]))
+    buffer = there.keep(name, there.kept[pool].allocate(nbytes, there.stream))
     filled(buffer, seed)
     return int(buffer.address)
 

@@ -1,5 +1,6 @@
 """Pools: making them, their attributes and figures, thresholds and trimming."""
 
+import functools
 import gc
 import pickle
 from collections.abc import Callable
@@ -176,12 +177,8 @@ class TestAttributes:
         pool = sa.MemoryPool(device)
         attributes = pool.attributes
         pool.close()
-        with pytest.raises(sa.ClosedError):
-            attributes.release_threshold  # noqa: B018
-        with pytest.raises(sa.ClosedError):
-            attributes.release_threshold = 1
-        with pytest.raises(sa.ClosedError):
-            pool.handle  # noqa: B018
+        set_it = functools.partial(setattr, attributes, "release_threshold", 1)
+        each_raises(sa.ClosedError, lambda: attributes.release_threshold, set_it, lambda: pool.handle)
 
     def test_an_old_attribute_that_is_refused_is_an_error(self, faults: Faults, pool: sa.MemoryPool) -> None:
         faults.fail("cuMemPoolGetAttribute", result="CUDA_ERROR_INVALID_VALUE")

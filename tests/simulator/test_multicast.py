@@ -63,13 +63,13 @@ def join(process: Peer, team: Team, device: int = 1, add: bool = True) -> None:
         process.value("cuMulticastAddDevice", Kept("object"), device)
 
 
-def bind_there(process: Peer, device: int = 1, size: int = PAGE) -> int:
+def bind_there(process: Peer) -> int:
     """Let the other process bind memory; where it sees that."""
-    process.rig("memory", size, id=device, handle_types=POSIX_FD, keep="memory")
-    process.value("cuMulticastBindMem", Kept("object"), 0, Kept("memory"), 0, size, 0)
-    address: int = process.rig("reserve", size)
-    process.rig("map", address, Kept("memory"), size)
-    process.rig("set_access", address, size, (DEVICE, 0, READWRITE))
+    process.rig("memory", PAGE, id=1, handle_types=POSIX_FD, keep="memory")
+    process.value("cuMulticastBindMem", Kept("object"), 0, Kept("memory"), 0, PAGE, 0)
+    address: int = process.rig("reserve", PAGE)
+    process.rig("map", address, Kept("memory"), PAGE)
+    process.rig("set_access", address, PAGE, (DEVICE, 0, READWRITE))
     return address
 
 

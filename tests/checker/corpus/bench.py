@@ -104,9 +104,9 @@ class Bench:
             answer = getattr(self.driver, name)(*args)
         return answer[1] if len(answer) > 1 and not answer[0] else answer[0]
 
-    def at(self, address: int, stream: sa.Stream, write: bool = True, nbytes: int = SIZE) -> None:
-        """A kernel that uses addresses, whatever is there."""
-        self.driver.used(address, nbytes, cuda.CUstream(stream.handle), write)
+    def at(self, address: int, stream: sa.Stream) -> None:
+        """A kernel that writes to addresses, whatever is there."""
+        self.driver.used(address, SIZE, cuda.CUstream(stream.handle), True)
 
     def word(self) -> int:
         """Pinned memory for streams to wait for."""

@@ -23,9 +23,9 @@ from tests.support import MiB, filled, holds
 OLD, NEW, THEIRS = 1, 2, 3
 
 
-def answered(partner: Partner, within: float = 0.02) -> bool:
+def answered(partner: Partner) -> bool:
     """Whether a function has returned over there."""
-    return bool(select.select([partner._socket], [], [], within)[0])
+    return bool(select.select([partner._socket], [], [], 0.02)[0])
 
 
 # --- what is shared

@@ -35,21 +35,20 @@ def close_there(there: There, name: str = "ring") -> None:
     there.kept.pop(name).close()
 
 
-def consume(there: There, name: str = "ring", pause: float = 0) -> list[int]:
+def consume(there: There) -> list[int]:
     """Take everything; the sizes, once the contents were found to be those of that size."""
     sizes = []
-    for item in there.kept[name]:
+    for item in there.kept["ring"]:
         assert shows(item, item.nbytes), item
         sizes.append(item.nbytes)
-        time.sleep(pause)
     return sizes
 
 
-def copy_later(there: There, name: str = "item", target: str = "copy") -> None:
+def copy_later(there: There) -> None:
     """Queue a copy of an item to memory of one's own, and release it."""
-    item = there.kept[name]
+    item = there.kept["item"]
     pool = there.keep("own pool", shared_pool(there.device))
-    there.keep(target, pool.allocate(item.nbytes, item.stream)).copy_from(item)
+    there.keep("copy", pool.allocate(item.nbytes, item.stream)).copy_from(item)
     item.release()
 
 
@@ -138,10 +137,10 @@ def settled(stream: sa.Stream) -> int:
     return sum(not isinstance(item, PoolEnd) for item in items)
 
 
-def make_ring(there: There, slots: int = 4, on: str = "stream") -> None:
+def make_ring(there: There) -> None:
     if "pool" not in there.kept:
         make_pool(there)
-    there.keep("ring", Ring.producer(there.kept["pool"], SIZE, slots, stream=there.kept[on]))
+    there.keep("ring", Ring.producer(there.kept["pool"], SIZE, 4, stream=there.stream))
 
 
 def add_there(there: There) -> None:

@@ -108,12 +108,10 @@ class TestFormat:
         """No byte of it can change, be missing or be too many without notice."""
         data = descriptor.to_bytes()
         for at in range(len(data)):
-            with pytest.raises(ValueError):
-                Descriptor.from_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-            with pytest.raises(ValueError):
-                Descriptor.from_bytes(data[:at])
-            with pytest.raises(ValueError):
-                Descriptor.from_bytes(data + data[: at + 1])
+            changed = data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+            for wrong in (changed, data[:at], data + data[: at + 1]):
+                with pytest.raises(ValueError):
+                    Descriptor.from_bytes(wrong)
 
 
 HOSTILE: dict[str, dict[str, Any]] = {

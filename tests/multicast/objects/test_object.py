@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from streamalloc.core.errors import size_text
 from streamalloc.simulator import DeadlockError
 from streamalloc.testing import multimem_ld_reduce, multimem_red
 from tests.multicast.support import PAGE, SHAREABLE, TEAM, Team, added
-from tests.support import Account, holds, names, read
+from tests.support import Account, each_raises, holds, names, read
 from tests.vmm.support import READWRITE
 
 pytestmark = [pytest.mark.gpus(TEAM), pytest.mark.multicast]
@@ -245,16 +246,11 @@ class TestMapped:
         target = np.zeros(16, np.uint8)
         match = r"ordinary reads .* multimem\.ld_reduce"
         for view in (team.view, team.alias, team.view[:16], team.range.view(2 * PAGE, 3 * PAGE)):
-            with pytest.raises(ValueError, match=match):
-                view[:16].copy_to(target)
-            with pytest.raises(ValueError, match=match):
-                team.unicast[0][:16].copy_from(view[:16])
-            with pytest.raises(BufferError, match=match):
-                view.__dlpack__()
-            with pytest.raises(AttributeError, match=match):
-                view.__cuda_array_interface__  # noqa: B018
-            with pytest.raises(ValueError, match="host cannot reach"):
-                view.as_array()
+            copies = (partial(view[:16].copy_to, target), partial(team.unicast[0][:16].copy_from, view[:16]))
+            each_raises(ValueError, *copies, match=match)
+            each_raises(BufferError, view.__dlpack__, match=match)
+            each_raises(AttributeError, partial(getattr, view, "__cuda_array_interface__"), match=match)
+            each_raises(ValueError, view.as_array, match="host cannot reach")
 
     def test_it_is_not_shared_by_share(self, team: Team) -> None:
         for view in (team.alias, team.alias[:64]):

@@ -137,12 +137,6 @@ class TestLimits:
             assert (space.nbytes, space.page_count) == (3 * PAGE + 5, 4)
             space.commit(3)
 
-    def test_larger_pages(self, device: sa.Device, stream: sa.Stream) -> None:
-        with vmm.PageArena(device, 3 * PAGE) as arena, arena.space(12 * PAGE, stream=stream) as space:
-            space.commit([1, 2])
-            space[3 * PAGE : 9 * PAGE].fill(3)
-            assert values(space) == [0] * 3 + [3] * 6 + [0] * 3
-
 
 class TestClosing:
     @pytest.mark.parametrize("how", ["arena first", "spaces first", "drop"])
