@@ -88,11 +88,14 @@ def test_library_programs_run(page: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert output in ("", printed)
 
 
-def test_tests_that_are_named_are_there() -> None:
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (DOCS / "surprises.md").read_text())
-    assert len(named) > 25
+@pytest.mark.parametrize(
+    ("page", "folder", "begin"), [("surprises", "tests/facts", "test_"), ("behaviours", "", "tests/")]
+)
+def test_tests_that_are_named_are_there(page: str, folder: str, begin: str) -> None:
+    named = re.findall(rf"`({begin}[\w/]+\.py)::(\w+)`", (DOCS / f"{page}.md").read_text())
+    assert len(named) > 15
     for file, function in named:
-        tree = ast.parse((ROOT / "tests" / "facts" / file).read_text())
+        tree = ast.parse((ROOT / folder / file).read_text())
         assert function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, (file, function)
 
 

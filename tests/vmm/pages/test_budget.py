@@ -21,6 +21,8 @@ from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import settled
 from tests.vmm.support import PAGE
 
+Engines = Callable[[int], Partner]
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -37,13 +39,6 @@ def budget(path: Path) -> Iterator[vmm.PageBudget]:
 def space(device: sa.Device, budget: vmm.PageBudget) -> Iterator[vmm.PageSpace]:
     with vmm.PageArena(device, budget=budget) as arena, arena.space(PAGES * PAGE) as space:
         yield space
-
-
-@pytest.fixture
-def another(on_cuda: bool) -> Iterator[Callable[[], Partner]]:
-    """Makes processes, which are killed at the end."""
-    with contextlib.ExitStack() as made:
-        yield lambda: made.enter_context(Partner(on_cuda))
 
 
 def engine(there: There, path: str, pages: int) -> None:
@@ -63,6 +58,19 @@ def engine(there: There, path: str, pages: int) -> None:
     own.commit(range(pages))
     own[: pages * PAGE].fill(9)
     there.stream.synchronize()
+
+
+@pytest.fixture
+def engines(on_cuda: bool, path: Path) -> Iterator[Engines]:
+    """Makes engines with so many committed pages, which are killed at the end."""
+    with contextlib.ExitStack() as made:
+
+        def make(pages: int) -> Partner:
+            partner: Partner = made.enter_context(Partner(on_cuda))
+            partner.run(engine, str(path), pages)
+            return partner
+
+        yield make
 
 
 def release(there: There, pages: list[int]) -> None:
@@ -172,11 +180,8 @@ class TestOne:
 
 
 class TestProcesses:
-    def test_who_asks_gets(
-        self, path: Path, another: Callable[[], Partner], budget: vmm.PageBudget, space: vmm.PageSpace
-    ) -> None:
-        other = another()
-        other.run(engine, str(path), 8)
+    def test_who_asks_gets(self, engines: Engines, budget: vmm.PageBudget, space: vmm.PageSpace) -> None:
+        other = engines(8)
         assert budget.used == 8 * PAGE
         with pytest.raises(sa.OutOfMemoryError, match="others were asked"):
             space.commit(range(3))
@@ -187,33 +192,25 @@ class TestProcesses:
         assert budget.used == 8 * PAGE
 
     def test_what_is_not_in_use_is_given_first(
-        self, path: Path, another: Callable[[], Partner], budget: vmm.PageBudget, space: vmm.PageSpace
+        self, engines: Engines, budget: vmm.PageBudget, space: vmm.PageSpace
     ) -> None:
-        other = another()
-        other.run(engine, str(path), 8)
+        other = engines(8)
         other.run(release, [0, 1, 2])
         assert budget.used == 8 * PAGE and budget.wait(3 * PAGE, 5)
         space.commit(range(3))
         assert other.run(state) == (5, [])
 
-    def test_nobody_gives_below_its_share(
-        self, path: Path, another: Callable[[], Partner], budget: vmm.PageBudget, space: vmm.PageSpace
-    ) -> None:
-        other = another()
-        other.run(engine, str(path), 5)
+    def test_nobody_gives_below_its_share(self, engines: Engines, budget: vmm.PageBudget, space: vmm.PageSpace) -> None:
+        other = engines(5)
         space.commit(range(3))
         assert budget.wait(PAGE, 5)
         space.commit(range(4))
         assert not budget.wait(PAGE, 0.2)
         assert other.run(state) == (4, [PAGE])
 
-    def test_a_death_returns_all(
-        self, path: Path, another: Callable[[], Partner], budget: vmm.PageBudget, space: vmm.PageSpace
-    ) -> None:
-        other, third = another(), another()
-        other.run(engine, str(path), 6)
+    def test_a_death_returns_all(self, engines: Engines, budget: vmm.PageBudget, space: vmm.PageSpace) -> None:
+        other, third = engines(6), engines(2)
         other.run(refuse)
-        third.run(engine, str(path), 2)
         assert not budget.wait(4 * PAGE, 0.1)
         other.kill()
         assert budget.wait(6 * PAGE, 5)
@@ -221,21 +218,19 @@ class TestProcesses:
         assert budget.used == 8 * PAGE and third.run(state)[0] == 2
         third.kill()
         assert eventually(lambda: budget.used == 6 * PAGE)
-        another().run(engine, str(path), 2)
+        engines(2)
         assert budget.used == 8 * PAGE
 
     @pytest.mark.simulated_only("forks a process that has used the driver")
-    def test_a_forked_child_keeps_nothing(self, path: Path, another: Callable[[], Partner]) -> None:
-        other = another()
-        with vmm.PageBudget(path, 8 * PAGE) as budget:
-            other.run(engine, str(path), 6)
-            child = other.run(forked)
-            try:
-                assert budget.used == 6 * PAGE
-                other.kill()
-                assert eventually(lambda: budget.used == 0)  # the child closes its copy once it runs
-            finally:
-                os.kill(child, signal.SIGKILL)
+    def test_a_forked_child_keeps_nothing(self, engines: Engines, budget: vmm.PageBudget) -> None:
+        other = engines(6)
+        child = other.run(forked)
+        try:
+            assert budget.used == 6 * PAGE
+            other.kill()
+            assert eventually(lambda: budget.used == 0)  # the child closes its copy once it runs
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.filterwarnings("error")
