@@ -266,8 +266,11 @@ def _sizes(function: int, context: int) -> list[int] | None:
     # The handle of a launch may be a CUkernel or a CUfunction, so both functions are tried.
     for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):
         sizes: list[int] = []
-        while not (answer := ask(kind(function), len(sizes)))[0]:
-            sizes.append(int(answer[2]))
+        try:
+            while not (answer := ask(kind(function), len(sizes)))[0]:
+                sizes.append(int(answer[2]))
+        except RuntimeError:  # The driver is older than the function, which came with CUDA 12.4.
+            return None
         # For the index after the last argument the driver answers INVALID_VALUE. So this answer means that the list is
         # complete.
         if sizes or answer[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE:

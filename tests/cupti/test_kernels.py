@@ -2,7 +2,9 @@
 
 import ctypes
 import threading
+import time
 import types
+from typing import Any
 
 import pytest
 
@@ -144,6 +146,23 @@ def test_the_sizes_of_arguments_are_asked_one_by_one(
     set_current = {"cuCtxSetCurrent": lambda context: None, "CUresult": cuda.CUresult}
     monkeypatch.setattr(kernels, "cuda", types.SimpleNamespace(**functions, **kinds, **set_current))
     assert kernels._sizes(7, 8) == expected
+
+
+def test_a_driver_without_the_function_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bindings raise, and each later kernel would wait for the answer in vain."""
+
+    def ask(*_: object) -> Any:
+        raise RuntimeError('Function "cuKernelGetParamInfo" not found')
+
+    functions = dict.fromkeys(("cuKernelGetParamInfo", "cuFuncGetParamInfo"), ask)
+    kinds = dict.fromkeys(("CUkernel", "CUfunction", "CUcontext", "cuCtxSetCurrent"), int)
+    monkeypatch.setattr(kernels, "cuda", types.SimpleNamespace(**functions, **kinds))
+    found = kernels.Kernels()
+    found.open()
+    begin = time.monotonic()
+    assert [found.learn(one, 0, 0)._parts for one in (1, 2)] == [None, None]
+    assert time.monotonic() - begin < 1
+    found.close()
 
 
 @pytest.mark.parametrize("late", [False, True])
