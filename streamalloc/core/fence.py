@@ -24,8 +24,9 @@ Three locks keep captures and closes away from such work. A thread takes them in
    are attempted before.
 3. ``DeferredQueue._lock``: an item moves between the tables of the queue. No driver call is made.
 
-Finalisers take the first two only by :func:`~streamalloc.core.deferred.unless_busy` (:func:`settle`), which does not
-wait.
+:func:`settle`, which finalisers call, takes the first two only if they are free
+(:func:`~streamalloc.core.deferred.unless_busy`). Locks of other areas that items need, such as those of leases and
+imports, come between 2 and 3.
 """
 
 from __future__ import annotations
