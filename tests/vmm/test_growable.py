@@ -11,8 +11,6 @@ from streamalloc import vmm
 from tests.support import Account, Replaced, each_raises, holds, names, pattern, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each, same, write
 
-Grow = Callable[..., vmm.GrowableBuffer]
-
 
 @pytest.fixture
 def buffer(device: sa.Device) -> Iterator[vmm.GrowableBuffer]:

@@ -378,12 +378,13 @@ class TestClose:
         assert first.closed and last.closed and addresses.closed
         memory.close()
 
-    def test_used_afterwards(self, memory: vmm.PhysicalMemory) -> None:
+    def test_used_afterwards(self, device: sa.Device, memory: vmm.PhysicalMemory) -> None:
         pages = vmm.AddressRange(2 * PAGE, address=0x7FFF00000000)
         pages.close()
-        each_raises(
-            sa.ClosedError, lambda: pages.address, lambda: pages.honoured, lambda: pages.map(memory), match="closed"
-        )
+        each_raises(sa.ClosedError, lambda: pages.address, lambda: pages.honoured, match="was closed")
+        uses = (lambda: pages.map(memory), lambda: pages.set_access(device), pages.view, lambda: pages.view(holes=True))
+        each_raises(sa.ClosedError, *uses, match="was closed")
+        pages.unmap()
         assert memory.mapping_count == 0
 
 
