@@ -164,7 +164,7 @@ class PoolAddresses:
 
     def __init__(self, capacity: int, ranks: dict[int, int]) -> None:
         self.capacity = capacity
-        self._head = self._last = Block(0, capacity)
+        self._last = Block(0, capacity)
         # Shelf (:class:`Shelf`) of the blocks that are free for all streams, except the end of the line.
         self._common = Shelf()
         # Shelf (:class:`Shelf`) of the blocks that each stream left, by the stream's number.
@@ -179,13 +179,6 @@ class PoolAddresses:
     @property
     def reserved(self) -> int:
         return len(self.backed) * CHUNK
-
-    def blocks(self) -> Iterator[Block]:
-        """Yield every block in address order."""
-        block: Block | None = self._head
-        while block is not None:
-            yield block
-            block = block.next
 
     def pending_streams(self) -> list[int]:
         return [stream for stream, shelf in self._left.items() if shelf]
