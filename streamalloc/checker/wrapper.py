@@ -18,16 +18,13 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import json
 import os
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial, wraps
-from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, TypeVar, cast
 
@@ -45,7 +42,7 @@ from streamalloc.driver.errors import DriverMisuseError, PreventedCallError
 from streamalloc.driver.locks import RLock
 from streamalloc.driver.parent import ParentTest, from_server
 from streamalloc.driver.protocol import Driver, MemoryListener, On
-from streamalloc.driver.reports import Hazard, Stack, described, place_of
+from streamalloc.driver.reports import Hazard, Stack, place_of, write_hazards
 from streamalloc.driver.wrappers import Call, Function, Wrapper
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -753,7 +750,5 @@ def _at_exit() -> None:
                 one.settle()
             one.finished = True
             one._reports.show_rest(summary=one.process == os.getpid())
-    found = described(hazard for one in _alive if one.process == os.getpid() for hazard in one.hazards)
-    if found and _FOLDER:
-        with suppress(OSError):  # The command may have ended before this process.
-            Path(_FOLDER, f"{os.getpid()}.json").write_text(json.dumps(found), "utf-8")
+    if _FOLDER:
+        write_hazards(_FOLDER, (found for one in _alive if one.process == os.getpid() for found in one.hazards))

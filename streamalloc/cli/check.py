@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,61 +44,49 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     cannot be written.
     """
     running.check_files(options)
+    checks: list[Any] = []
     found: list[dict[str, Any]] = []
     with internal.Block() as undo:
         folder = Path(tempfile.mkdtemp(prefix="streamalloc-check-"))
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        program, finish = (_on_simulated if chosen.is_simulated else _on_gpu)(chosen, options, folder)
 
         def report() -> None:
-            hazards, notes = finish()
-            found.extend(hazards)
+            found.extend(described(one for check in checks for one in check.hazards))
             found.extend(one for path in sorted(folder.glob("*.json")) for one in json.loads(path.read_text("utf-8")))
             if options.report:
+                notes = [note for check in checks for note in check.notes]
                 write_file(options.report, json.dumps({"hazards": found, "not checked": notes}, indent=1))
 
+        follow = _on_simulated if chosen.is_simulated else _on_gpu
         try:
-            running.reported(program, report)
+            running.reported(lambda: follow(chosen, options, folder, checks), report)
         except SystemExit:
             if all(one["kind"] == "leak" for one in found):
                 raise
     return int(any(one["kind"] != "leak" for one in found))
 
 
-_Findings = tuple[list[dict[str, Any]], list[str]]
-_Parts = tuple[Callable[[], None], Callable[[], _Findings]]
-"""A function that runs the program, and a function that then returns the findings of this process: hazards as plain
-data, and notes on what was not checked.
-"""
+def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path, checks: list[Any]) -> None:
+    """Run the program. Its check is added to ``checks``."""
+    with cupti.check(at_once=True, raises=options.raises) as check, check.in_children(folder):
+        checks.append(check)
+        running.run_program(options)
 
 
-def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Parts:
-    checks: list[Any] = []
-
-    def program() -> None:
-        with cupti.check(at_once=True, raises=options.raises) as check, check.in_children(folder):
-            checks.append(check)
-            running.run_program(options)
-
-    def finish() -> _Findings:
-        return described(one for check in checks for one in check.hazards), [n for check in checks for n in check.notes]
-
-    return program, finish
-
-
-def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Parts:
+def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path, checks: list[Any]) -> None:
+    """Run the program. The driver that checks it is added to ``checks``."""
     # With these variables, child processes of the program are checked too, and write what they find to the folder.
     os.environ.setdefault("STREAMALLOC_CHECK", "1")
     os.environ["STREAMALLOC_CHECK_FOLDER"] = str(folder)
     driver: Any = checked(chosen.driver, "raise" if options.raises else "report")
     driver.show_at_once(None)
+    checks.append(driver)
 
-    def program() -> None:
+    def program() -> None:  # The program's variables are dropped: memory that only they keep is no leak.
         running.run_on(driver, options)
 
-    def finish() -> _Findings:
-        found = described(driver.finish())
+    def finish() -> None:
+        driver.finish()
         driver.show_rest()
-        return found, [*driver.notes]
 
-    return program, finish
+    running.reported(program, finish)

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import ctypes
 import functools
-import json
 import os
 import sys
 import threading
@@ -33,8 +32,9 @@ from streamalloc.cupti.operators import Operators
 from streamalloc.cupti.subscription import LAUNCHES, SOON, Block, DriverCall, RaisedAgain, Subscription, made
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
-from streamalloc.driver.internal import cuda, described
+from streamalloc.driver.internal import cuda
 from streamalloc.driver.processes import for_children
+from streamalloc.driver.reports import write_hazards
 from streamalloc.driver.wrappers import Call
 
 VARIABLE = "STREAMALLOC_CHECK_ALL"
@@ -460,7 +460,7 @@ def check_child() -> None:
 
     def end() -> None:
         undo.close()
-        if check.hazards and os.getpid() == process:
-            (folder / f"{os.getpid()}.json").write_text(json.dumps(described(check.hazards)), "utf-8")
+        if os.getpid() == process:
+            write_hazards(folder, check.hazards)
 
     atexit.register(end)

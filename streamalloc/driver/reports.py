@@ -5,8 +5,11 @@ A place is recorded as code objects and offsets, which is cheap. It becomes text
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import linecache
+import os
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -296,3 +299,11 @@ def described(hazards: Iterable[Hazard]) -> list[dict[str, Any]]:
     """
     names = ("kind", "what", "remedy", "address", "nbytes", "portable", "count", "stacks")
     return [{name: getattr(one, name) for name in names} for one in hazards]
+
+
+def write_hazards(folder: str | Path, hazards: Iterable[Hazard]) -> None:
+    """Write the hazards of this process to a JSON file in ``folder``, if there are any and the folder exists."""
+    found = described(hazards)
+    if found:
+        with contextlib.suppress(OSError):  # The command that made the folder may have ended.
+            Path(folder, f"{os.getpid()}.json").write_text(json.dumps(found), "utf-8")

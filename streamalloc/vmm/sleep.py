@@ -60,7 +60,7 @@ from typing import Any, Protocol, TypeAlias
 
 from streamalloc.core.errors import attach, size_text
 from streamalloc.core.internal import Device, Stream, StreamLike, work
-from streamalloc.core.properties import MemHandleType, checked_function
+from streamalloc.core.properties import MemHandleType, checked_function, checked_type
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import After
 from streamalloc.vmm.claims import claim_also, claimed
@@ -380,9 +380,8 @@ class SleepGroup(Members):
         """
         chosen, ordered = self._chosen(tags), self._copying_stream(stream)
         tier = backup or self._backup
-        if not isinstance(tier, DiskTier):
-            raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
-        steps = EvictSteps(ordered, lambda tags: _by_tag(tags, ordered, tier.resume), after)
+        resume = checked_type("backup", tier, DiskTier).resume
+        steps = EvictSteps(ordered, lambda tags: _by_tag(tags, ordered, resume), after)
         return run_steps(
             _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted]),
             functools.partial(self._claim_and_wait, steps, chosen, resumed=True),
