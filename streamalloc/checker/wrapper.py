@@ -53,8 +53,6 @@ calls with older handles.
 """
 _PATIENCE = 1.0
 """Longest time in seconds to wait for queued work before leaks are reported."""
-_FOLDER = os.environ.get("STREAMALLOC_CHECK_FOLDER")
-"""Folder to which a process that a checked program has started writes its hazards, in JSON (:mod:`.cli.check`)."""
 INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 """Answer in place of the driver's for a call that is not made."""
 REFUSED = (AttributeError, IndexError, NotImplementedError, OverflowError, TypeError, ValueError)
@@ -750,5 +748,5 @@ def _at_exit() -> None:
                 one.settle()
             one.finished = True
             one._reports.show_rest(summary=one.process == os.getpid())
-    if _FOLDER:
-        write_hazards(_FOLDER, (found for one in _alive if one.process == os.getpid() for found in one.hazards))
+    if folder := os.environ.get("STREAMALLOC_CHECK_FOLDER"):  # `streamalloc check` has started the program.
+        write_hazards(folder, (found for one in _alive if one.process == os.getpid() for found in one.hazards))

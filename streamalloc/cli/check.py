@@ -85,8 +85,4 @@ def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path, che
     def program() -> None:  # The program's variables are dropped: memory that only they keep is no leak.
         running.run_on(driver, options)
 
-    def finish() -> None:
-        driver.finish()
-        driver.show_rest()
-
-    running.reported(program, finish)
+    running.reported(program, lambda: (driver.finish(), driver.show_rest()))

@@ -69,24 +69,23 @@ def run_on(driver: Any, options: argparse.Namespace) -> dict[str, Any]:
         return run_program(options)
 
 
-def reported(program: Callable[[], object], report: Callable[[], object]) -> None:
-    """Run a program, then call ``report``. After an exception of the program, ``report`` is called too, and the
-    exception is raised.
+def reported(program: Callable[[], object], report: Callable[[], object]) -> object:
+    """Run a program, then call ``report``, also after an exception of the program. Returns the result of ``program``.
 
     A forked child of the program does not call ``report``. After a ``UsageError`` there is no report.
+
+    During the report, the result keeps the program's variables, because they hold memory that the report has to show.
+    After an exception, its traceback keeps the variables of the program's functions.
     """
     process = os.getpid()
     try:
-        kept = program()  # The program's variables are kept, because they hold memory that the report has to show.
+        return program()
     except UsageError:
+        process = 0
         raise
-    except BaseException:  # During the report, the traceback keeps the variables of the program's functions.
+    finally:
         if os.getpid() == process:
             report()
-        raise
-    if os.getpid() == process:
-        report()
-    del kept
 
 
 def run_program(options: argparse.Namespace) -> dict[str, Any]:
