@@ -472,10 +472,11 @@ def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = 
     thread that works with the stream: a caller with ``mine``, or a thread that is about to queue work on the stream and
     first attempts the items of :func:`queue_behind`.
     """
-    mine = mine or isinstance(stream, OwnStream) or threading.get_ident() in stream._attempting
+    if not (mine or isinstance(stream, OwnStream) or threading.get_ident() in stream._attempting):
+        return False  # Without the lock: the caller may hold another one.
 
     def use() -> bool:
-        if not mine or stream.closed or stream._capture or stream.capturing:
+        if stream.closed or stream._capture or stream.capturing:
             return False
         act()
         return True

@@ -317,3 +317,10 @@ def test_a_close_beside_an_item_that_holds_up_captures(device: sa.Device) -> Non
     recorder.join(5)
     closer.join(5)
     assert not (recorder.is_alive() or closer.is_alive())
+
+
+def test_a_stream_of_other_code_is_left_to_its_threads(device: sa.Device) -> None:
+    """Without a wait for the lock, which another thread may hold."""
+    beginning = deferred_queue(session_of(device)).beginning
+    with beginning:
+        assert in_threads(lambda: queue_if_allowed(device.default_stream, lambda: None)) == [False]
