@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import ctypes
@@ -111,22 +112,31 @@ class _Found(RaisedAgain):
         super().__init__("the check of all driver calls has found a hazard; its report says more")
 
 
-class _Raising(threading.Thread):
+class _Raising:
     """Thread that raises :class:`_Found` in the main thread every half second until the block of :func:`check` ends.
 
     To raise it once is not enough: Python prints and drops an exception that arrives in a callback or a finaliser.
     """
 
     def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.ended = threading.Event()
+        self._ended = threading.Event()
+        self._running = threading.Lock()
+        # ``Thread.start`` would wait for the new thread, and so release the GIL in a callback.
+        _thread.start_new_thread(self._run, ())
 
-    def run(self) -> None:
+    def _run(self) -> None:
         pause = SOON
-        while not self.ended.wait(pause):
-            thread = ctypes.c_ulong(threading.main_thread().ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Found))
-            pause = 0.5
+        with self._running:
+            while not self._ended.wait(pause):
+                thread = ctypes.c_ulong(threading.main_thread().ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Found))
+                pause = 0.5
+
+    def end(self) -> None:
+        """End the thread. No exception arrives after this call."""
+        self._ended.set()
+        with self._running:
+            pass
 
 
 class Check:
@@ -221,8 +231,7 @@ class Check:
         block.
         """
         if self._raising is not None:
-            self._raising.ended.set()
-            self._raising.join()
+            self._raising.end()
 
     def _leave_operators(self) -> None:
         if self._operators is not None:
@@ -329,7 +338,6 @@ class Check:
                 self._turn.release()
         if self._raises and self.hazards and self._raising is None:
             self._raising = _Raising()
-            self._raising.start()
 
     def _take(self) -> None:
         one, was_alone = self._waiting.popleft(), self._is_alone
