@@ -26,7 +26,7 @@ from typing import Any, TypeGuard
 
 from typing_extensions import Self
 
-from streamalloc.core.errors import size_text, undoing
+from streamalloc.core.errors import ClosedError, size_text, undoing
 from streamalloc.core.internal import Device, Fd
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, close_all
@@ -211,10 +211,10 @@ class StoreServer(Closes):
         self._shut()
 
     def stop(self) -> None:
-        """Make :meth:`run` close the server and return. Takes no lock, so that a signal handler may call this
-        method.
+        """Make :meth:`run` close the server and return. No effect on a closed server. Takes no lock, so that a signal
+        handler may call this method.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(ClosedError, OSError):
             os.write(self._wake[1].fileno(), b"s")
 
     def close(self) -> None:

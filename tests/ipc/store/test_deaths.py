@@ -129,6 +129,12 @@ def test_a_child_closes_no_server(server: ipc.StoreServer, store: ipc.Store, mon
     assert not server.closed and store.list() == []
 
 
+def test_a_second_signal_finds_the_server_closed(server: ipc.StoreServer) -> None:
+    server.close()
+    server.stop()
+    assert server.closed
+
+
 class TestServer:
     """The server in a process of its own."""
 
