@@ -1,5 +1,6 @@
 """``with`` blocks: the error of the block is the one that is raised, and one of leaving is attached to it."""
 
+import contextlib
 import types
 from typing import Any
 
@@ -18,6 +19,7 @@ WITH_BLOCKS = [
     for kind in classes()
     if getattr(getattr(kind, "__exit__", None), "__module__", "").startswith("streamalloc")
     and kind not in (errors.undoing, session._Current, session._Relaxed, graph.Capture)
+    and not issubclass(kind, contextlib.ExitStack)  # An error of its callbacks has that of the block as its context.
 ]
 
 
