@@ -1,9 +1,9 @@
 """Groups of buffers whose physical memory is released and restored together.
 
 A sleep, a wake, a freeze and a thaw are each one list of steps, in ``SleepGroup._sleep``, ``SleepGroup._wake``,
-``SleepGroup.freeze`` and ``_thaw_all``. A step is a function, with another function that undoes it if it has changed
-something. ``run_steps`` does the steps; if one fails, it and the steps before it are undone, the last step first.
-Meanwhile no other call changes the group (``claimed``). In a sleep and a wake all ranks take part (``Votes``).
+``SleepGroup.freeze`` and ``SleepGroup._thaw_all``. A step is a function, with another function that undoes it if it
+has changed something. ``run_steps`` does the steps; if one fails, it and the steps before it are undone, the last step
+first. Meanwhile no other call changes the group (``claimed``). In a sleep and a wake all ranks take part (``Votes``).
 
 The steps of a sleep:
 
@@ -319,6 +319,7 @@ class SleepGroup(Members):
     def _sleep(self, tags: Sequence[str], steps: EvictSteps, votes: Votes) -> int:
         chosen = self._chosen(tags)
         return run_steps(
+            self._session,
             _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted]),
             functools.partial(self._claim_and_wait, steps, chosen),
             (steps.reserve, steps.undo_reserve),
@@ -383,6 +384,7 @@ class SleepGroup(Members):
         resume = checked_type("backup", tier, DiskTier).resume
         steps = EvictSteps(ordered, lambda tags: _by_tag(tags, ordered, resume), after)
         return run_steps(
+            self._session,
             _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted]),
             functools.partial(self._claim_and_wait, steps, chosen, resumed=True),
             (steps.reserve, steps.undo_reserve),
@@ -442,6 +444,7 @@ class SleepGroup(Members):
         claim_also(chosen)
         steps = RestoreSteps(chosen, self._copying_stream(stream))
         return run_steps(
+            self._session,
             (steps.map_all, steps.undo_map_all),
             steps.protect,
             (steps.set_awake, steps.set_asleep),
@@ -504,6 +507,7 @@ class SleepGroup(Members):
                 buffer._frozen = True
 
         run_steps(
+            self._session,
             functools.partial(steps.wait, awake),
             *((buffer.make_read_only, buffer.make_writable) for buffer in awake),
             (steps.reserve, steps.undo_reserve),
@@ -535,7 +539,15 @@ class SleepGroup(Members):
         """
         chosen = self._chosen(tags)
         claim_also(chosen)
-        _thaw_all(chosen)
+        self._thaw_all(chosen)
+
+    def _thaw_all(self, buffers: Iterable[VirtualBuffer]) -> None:
+        frozen = [buffer for buffer in buffers if buffer.frozen]
+        run_steps(
+            self._session,
+            *((buffer.make_writable, buffer.freeze_again) for buffer in frozen),
+            last=functools.partial(drop_unneeded, frozen),
+        )
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Have ``hook(buffers)`` called in each :meth:`sleep` and :meth:`resume`, before memory is released.
@@ -582,7 +594,7 @@ class SleepGroup(Members):
         """
         chosen = self.buffers
         claim_also(chosen)
-        _thaw_all(chosen)
+        self._thaw_all(chosen)
         self.closed = True
         self._members.clear()
         self._before_sleep.clear()
@@ -596,14 +608,6 @@ class SleepGroup(Members):
         buffers = self.buffers
         state = f"{sum(buffer.evicted for buffer in buffers)} asleep, {size_text(self.mapped_bytes)} mapped"
         return f" of {len(buffers)} buffers, {state}"
-
-
-def _thaw_all(buffers: Iterable[VirtualBuffer]) -> None:
-    frozen = [buffer for buffer in buffers if buffer.frozen]
-    run_steps(
-        *((buffer.make_writable, buffer.freeze_again) for buffer in frozen),
-        last=functools.partial(drop_unneeded, frozen),
-    )
 
 
 def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]) -> Step:

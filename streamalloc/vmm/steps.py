@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from streamalloc.core.errors import InUseError, attach, undo_all
 from streamalloc.core.internal import CopySide, Event, Fence, Stream
-from streamalloc.core.session import session_of
+from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.access import After, wait_for_users
 from streamalloc.vmm.evictable import Evictable, Eviction
 from streamalloc.vmm.ownership import allocations_of
@@ -32,26 +32,30 @@ second is called, too, so an undo must check what was done.
 """
 
 
-def run_steps(*steps: Step, last: Callable[[], T]) -> T:
+def run_steps(session: Session, *steps: Step, last: Callable[[], T]) -> T:
     """Do the steps in order, then ``last``, and return its result. If a step raises, undo this step and the steps
     before it, the last step first, and raise the error. If an undo raises an Exception, this is attached to the first
     error, and the other undos are still called. After a KeyboardInterrupt in an undo they are not. ``last`` cannot be
     undone.
+
+    The thread is in the relaxed capture mode meanwhile, because a wait of a step would otherwise invalidate a capture
+    that other code makes on another thread in the global mode.
     """
     undos: list[Callable[[], object]] = []
-    try:
-        for step in steps:
-            act, *undo = step if isinstance(step, tuple) else (step,)
-            undos += undo
-            act()
-    except BaseException as first:
-        for one in reversed(undos):
-            try:
-                one()
-            except Exception as later:
-                attach(first, later)
-        raise
-    return last()
+    with session.relaxed():
+        try:
+            for step in steps:
+                act, *undo = step if isinstance(step, tuple) else (step,)
+                undos += undo
+                act()
+        except BaseException as first:
+            for one in reversed(undos):
+                try:
+                    one()
+                except Exception as later:
+                    attach(first, later)
+            raise
+        return last()
 
 
 Tags: TypeAlias = Mapping[Any, str]

@@ -167,6 +167,7 @@ class VirtualBuffer(Evictable, Drawn):
         steps = EvictSteps(ordered, reserve, after, shared=shared)
         steps.wait({self: ""})
         run_steps(
+            self._session,
             (steps.reserve, steps.undo_reserve),
             steps.copy,
             (steps.unmap_all, steps.map_all_again),
@@ -201,6 +202,7 @@ class VirtualBuffer(Evictable, Drawn):
             raise EvictedError(f"{self!r} is not evicted")
         steps = RestoreSteps((self,), copying_stream(stream, self))
         run_steps(
+            self._session,
             (steps.map_all, steps.undo_map_all),
             steps.protect,
             (steps.set_awake, steps.set_asleep),

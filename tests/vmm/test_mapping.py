@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -474,14 +475,28 @@ class TestWaiting:
         assert graph.nodes == []
         graph.close()
 
-    def test_beside_a_capture_of_an_unknown_stream(self, raw: Any, device: sa.Device) -> None:
+    @pytest.mark.parametrize("mode", ["THREAD_LOCAL", "GLOBAL"])
+    @pytest.mark.parametrize(
+        "tier",
+        [
+            pytest.param(lambda device, folder: None, id="host"),
+            pytest.param(lambda device, folder: vmm.HostTier(device, check=True), id="checked"),
+            pytest.param(vmm.DiskTier, id="disk"),
+        ],
+    )
+    def test_beside_a_capture_of_an_unknown_stream(
+        self, raw: Any, device: sa.Device, tmp_path: Path, tier: Callable[..., Any], mode: str
+    ) -> None:
         """The host waits for the device without a call that ends captures of the context."""
-        mode = raw.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        in_mode = getattr(raw.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}")
         _, theirs = raw.cuStreamCreate(1)
-        with vmm.GrowableBuffer(device, 2 * PAGE, PAGE) as buffer, vmm.SleepGroup(device) as group:
+        with (
+            vmm.GrowableBuffer(device, 2 * PAGE, PAGE) as buffer,
+            vmm.SleepGroup(device, backup=tier(device, tmp_path)) as group,
+        ):
             group.add(buffer)
-            assert raw.cuStreamBeginCapture(theirs, mode)[0] == 0
-            for end in (group.sleep, group.wake, buffer.close):
+            assert raw.cuStreamBeginCapture(theirs, in_mode)[0] == 0
+            for end in (group.sleep, group.wake, group.freeze, group.thaw, group.sleep, group.wake, buffer.close):
                 in_threads(end)
             ended, graph = raw.cuStreamEndCapture(theirs)
             assert (ended, int(graph) != 0) == (0, True)
