@@ -16,12 +16,12 @@ from streamalloc.core.copies import CopySide
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, OutOfMemoryError, error_from, undoing
-from streamalloc.core.fence import await_closed_streams
+from streamalloc.core.fence import await_closed
 from streamalloc.core.library_streams import as_stream, library_stream
 from streamalloc.core.properties import MemLocationType, checked_size
 from streamalloc.core.resource import Unique
-from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, may_be_captured
+from streamalloc.core.session import Session, members, refuse_after_fork
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, known_streams, may_be_captured
 from streamalloc.driver.internal import cuda
 
 T = TypeVar("T")
@@ -270,7 +270,8 @@ class Allocator(Unique, BufferSource):
         allocation may succeed now, and the text of a driver error, or ``""``.
         """
         try:
-            await_closed_streams(self._session)
+            for known in members(known_streams(self._session)):
+                await_closed(known)
             freed = work(self._session)
             return self._make_room(stream) or freed > 0, ""
         except CudaError as error:

@@ -440,12 +440,6 @@ def await_closed(stream: Stream) -> None:
         await_device(stream._session, stream.device.ordinal)
 
 
-def await_closed_streams(session: Session) -> None:
-    """Call :func:`await_closed` for each known stream: block the host for those that their libraries have closed."""
-    for stream in members(known_streams(session)):
-        await_closed(stream)
-
-
 def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stream], T]) -> T:
     """Call ``act`` with a new stream of ``device`` that is ordered after ``last``, the list of an ended stream
     (:attr:`Stream.last`), and return the result of ``act``. If the list is empty or its event was closed, the new
