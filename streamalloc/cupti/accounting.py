@@ -8,6 +8,7 @@ the figures that only the driver has (reserves of pools, memory of graphs, free 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import threading
@@ -22,7 +23,7 @@ from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.segments import Split, Torch, split
 from streamalloc.cupti.subscription import PER_THREAD, Block, DriverCall, Subscription
 from streamalloc.driver.bindings import cuda, number_of
-from streamalloc.driver.internal import Stack, Wrapper, here
+from streamalloc.driver.internal import RLock, Stack, Wrapper, here
 from streamalloc.driver.wrappers import Function
 
 _MOST_ENTRIES = 200_000
@@ -644,8 +645,18 @@ class Followed(Wrapper):
     def __init__(self, driver: Any, account: Any, functions: frozenset[str]) -> None:
         super().__init__(driver)
         self._account, self._functions = account, functions
+        # Another thread may get freed memory before the account is told of the free, and the account would then lose
+        # that allocation. So these calls, which never wait for work, are made one at a time.
+        self._in_order = RLock()
+        self._process = os.getpid()
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if os.getpid() != self._process:  # Another thread may have had the lock when this child was forked.
+            return function(*args)
+        with self._in_order if name.endswith("Async") and name in self._functions else contextlib.nullcontext():
+            return self._tell(name, function, args)
+
+    def _tell(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         answer = function(*args)
         if name in self._functions and self._account.failure is None:
             found = self.wrapped.cuCtxGetCurrent()

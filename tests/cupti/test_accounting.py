@@ -16,12 +16,13 @@ from streamalloc import cupti, traces
 from streamalloc.cupti import callers, segments
 from streamalloc.cupti.accounting import Followed
 from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
-from streamalloc.cupti.internal import ALLOCATIONS, REST, Recording
+from streamalloc.cupti.internal import ALLOCATIONS, FUNCTIONS, REST, Recording
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import line_of
 from tests.cupti.pytorch import MiB, Torch
 from tests.interleaving import interleaved
+from tests.processes import in_a_child
 from tests.support import collecting_at
 
 
@@ -392,6 +393,43 @@ def test_an_error_of_the_account_does_not_stop_the_program(machine: Any) -> None
         driver = Followed(machine, account, frozenset(["cuMemGetInfo"]))
         assert not driver.cuMemGetInfo()[0] and not driver.cuMemGetInfo()[0]
     assert len(calls) == 1 and isinstance(account.failure, ZeroDivisionError)
+
+
+def test_memory_that_another_thread_gets_at_once_stays_in_the_account(machine: Any) -> None:
+    def make() -> tuple[Any, cupti.Memory, int]:
+        account = cupti.Memory(machine)
+        driver = Followed(machine, account, FUNCTIONS)
+        return driver, account, ok(driver.cuMemAllocAsync(MiB, stream))
+
+    with sa.Device(0, driver=machine).current():
+        stream, got = ok(machine.cuStreamCreate(1)), list[int]()
+        for _, account, _ in interleaved(
+            Followed._observe,
+            make,
+            lambda state: state[0].cuMemFreeAsync(state[2], stream),
+            lambda state: got.append(ok(state[0].cuMemAllocAsync(MiB, stream))),
+        ):
+            assert account.failure is None and account.taken()[0] == MiB
+            ok(machine.cuMemFreeAsync(got.pop(), stream))
+        ok(machine.cuStreamSynchronize(stream))
+
+
+@pytest.mark.simulated_only("no driver call is made in the child")
+def test_a_forked_child_waits_for_no_thread_of_its_parent(machine: Any) -> None:
+    driver = Followed(machine, cupti.Memory(machine), FUNCTIONS)
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with driver._in_order:
+            held.set()
+            over.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    assert in_a_child(lambda: driver.cuMemFreeAsync(0, 0)) == 0
+    over.set()
+    thread.join()
 
 
 # --- libraries ------------------------------------------------------------------------------------------------------
