@@ -8,6 +8,7 @@ The notes are printed at the end of the process. A run without hazards and witho
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 from streamalloc.driver.errors import DriverMisuseError, PreventedCallError
 from streamalloc.driver.parent import ParentTest
 from streamalloc.driver.protocol import On
-from streamalloc.driver.reports import Hazard, Hazards, Stack, here, place_of
+from streamalloc.driver.reports import Hazard, Hazards, Stack, here, place_of, write_hazards
 from streamalloc.formats.sizes import counted
 
 LEFT_OUT = {
@@ -172,6 +173,8 @@ class Reports:
         self.shown.add(hazard)
         if self._test is None:
             print(hazard, file=sys.stderr)
+            if folder := os.environ.get("STREAMALLOC_CHECK_FOLDER"):  # `streamalloc check` has started the program.
+                write_hazards(folder, [hazard])
         else:
             self._test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
 

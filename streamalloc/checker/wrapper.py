@@ -42,7 +42,7 @@ from streamalloc.driver.errors import DriverMisuseError, PreventedCallError
 from streamalloc.driver.locks import RLock
 from streamalloc.driver.parent import ParentTest, from_server
 from streamalloc.driver.protocol import Driver, MemoryListener, On
-from streamalloc.driver.reports import Hazard, Stack, place_of, write_hazards
+from streamalloc.driver.reports import Hazard, Stack, place_of
 from streamalloc.driver.wrappers import Call, Function, Wrapper
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -748,5 +748,3 @@ def _at_exit() -> None:
                 one.settle()
             one.finished = True
             one._reports.show_rest(summary=one.process == os.getpid())
-    if folder := os.environ.get("STREAMALLOC_CHECK_FOLDER"):  # `streamalloc check` has started the program.
-        write_hazards(folder, (found for one in _alive if one.process == os.getpid() for found in one.hazards))

@@ -52,7 +52,9 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
         def report() -> None:
             found.extend(described(one for check in checks for one in check.hazards))
-            found.extend(one for path in sorted(folder.glob("*.json")) for one in json.loads(path.read_text("utf-8")))
+            own = folder / f"{os.getpid()}.json"
+            files = [path for path in sorted(folder.glob("*.json")) if path != own]
+            found.extend(json.loads(line) for path in files for line in path.read_text("utf-8").splitlines())
             if options.report:
                 notes = [note for check in checks for note in check.notes]
                 write_file(options.report, json.dumps({"hazards": found, "not checked": notes}, indent=1))

@@ -302,8 +302,7 @@ def described(hazards: Iterable[Hazard]) -> list[dict[str, Any]]:
 
 
 def write_hazards(folder: str | Path, hazards: Iterable[Hazard]) -> None:
-    """Write the hazards of this process to a JSON file in ``folder``, if there are any and the folder exists."""
-    found = described(hazards)
-    if found:
-        with contextlib.suppress(OSError):  # The command that made the folder may have ended.
-            Path(folder, f"{os.getpid()}.json").write_text(json.dumps(found), "utf-8")
+    """Add hazards of this process to its file in ``folder``, each as a line of JSON."""
+    # The command that made the folder may have ended.
+    with contextlib.suppress(OSError), Path(folder, f"{os.getpid()}.json").open("a", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(one)}\n" for one in described(hazards))

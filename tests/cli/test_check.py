@@ -143,9 +143,24 @@ def test_threads_are_checked_until_they_end(check: Any, tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stderr.endswith("streamalloc check: 1 hazard, 0 leaks\n")
 
 
-def test_processes_that_the_program_starts_are_checked(check: Any, tmp_path: Path) -> None:
+_PARENTS = {
+    "subprocess": "import subprocess, sys\nsubprocess.run([sys.executable, 'program.py'], check=True)\n",
+    "process": """
+import multiprocessing, runpy
+if __name__ == "__main__":
+    process = multiprocessing.get_context(START).Process(target=runpy.run_path, args=("program.py",))
+    process.start()
+    process.join()
+""",
+}
+
+
+@pytest.mark.parametrize("start", ["subprocess", "spawn", "forkserver", "fork"])
+def test_processes_that_the_program_starts_are_checked(check: Any, tmp_path: Path, start: str, on_cuda: bool) -> None:
+    if on_cuda and start.startswith("fork"):
+        pytest.skip("CUDA does not work after a fork")
     parent = tmp_path / "parent.py"
-    parent.write_text("import subprocess, sys\nsubprocess.run([sys.executable, 'program.py'], check=True)\n")
+    parent.write_text(_PARENTS.get(start, _PARENTS["process"].replace("START", repr(start))))
     done = check(options=("--json", str(tmp_path / "found.json")), file=parent)
     (hazard,) = json.loads((tmp_path / "found.json").read_text())["hazards"]
     assert done.returncode == 1 and hazard["kind"] == "use before allocation"
