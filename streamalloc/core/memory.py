@@ -642,6 +642,8 @@ class TypedView(BufferView, Generic[ScalarT]):
         try:
             return part.__dlpack__(max_version=max_version)
         except BufferError as error:
+            if self.dtype.kind in "biufc":  # NumPy's message names another reason, such as read-only memory.
+                raise
             raise BufferError(
                 f"NumPy exports no {self.dtype} by DLPack: export view_as of an integer type and view it there"
             ) from error

@@ -193,7 +193,7 @@ class TestDLPack:
             consumer.delete()
 
     def test_types_that_dlpack_does_not_have(self, buffer: sa.Buffer) -> None:
-        with pytest.raises(BufferError, match="DLPack"):
+        with pytest.raises(BufferError, match="NumPy exports no"):
             buffer.view_as("V4").__dlpack__(stream=-1)
 
     @pytest.mark.parametrize("version", [None, (1, 0)])

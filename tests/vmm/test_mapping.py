@@ -345,6 +345,8 @@ class TestPart:
         assert [mapping.access(device) for mapping in bare.mappings] == [NONE, READWRITE, READWRITE]
         bare.set_access(device, READ, start=2 * PAGE, stop=3 * PAGE)
         assert [mapping.access(device) for mapping in bare.mappings] == [NONE, READWRITE, READ]
+        part = bare.view(2 * PAGE, 3 * PAGE).view_as("float32")
+        each_raises(BufferError, lambda: part.__dlpack__(stream=-1), match="readonly")
         bare.set_access({device: NONE}, stop=2 * PAGE)
         assert [mapping.access(device) for mapping in bare.mappings] == [NONE, NONE, READ]
 
