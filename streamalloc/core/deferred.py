@@ -64,7 +64,7 @@ List                     Added by                        Attempted              
 after their work, and later work is ordered after these events.
 
 **Explicit ends and commits.** A call such as ``close`` waits for the streams or events that the caller names. If the
-caller names none, it waits for all work of the devices (:func:`~streamalloc.core.fence.all_work`), which breaks no
+caller names none, it waits for all work of the devices (:func:`~streamalloc.core.fence.await_device`), which breaks no
 capture that this package can find. What then cannot be released becomes an item of this queue. The first error
 propagates, with later errors attached (:func:`~streamalloc.core.errors.undoing`).
 """

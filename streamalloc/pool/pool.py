@@ -96,9 +96,9 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     where
         A device, its ordinal, or a location whose memory the pool manages; or complete :class:`MemPoolProps`.
     max_size
-        The most bytes that the pool may reserve; 0 for the system's limit. The size may be text such as ``"2GiB"``. A
-        float such as 0.5 is a share of the device's memory. Not allowed with :class:`MemPoolProps`, which has this
-        field.
+        The most bytes that the pool may reserve; 0 for the system's limit. The driver rounds the number up to its
+        growth step. The size may be text such as ``"2GiB"``. A float such as 0.5 is a share of the device's memory. Not
+        allowed with :class:`MemPoolProps`, which has this field.
     handle_types
         Kinds of handles for sharing the pool with other processes. Graphs cannot allocate from such a pool. Not allowed
         with :class:`MemPoolProps`, which has this field.
