@@ -166,12 +166,17 @@ def test_each_recording_of_an_event_has_a_number(finish: bool) -> None:
 
 
 def test_the_runtime_retains_a_context_once() -> None:
+    """Of two threads that do so at the same time, one releases it again."""
     retained: list[object] = []
 
     class Driver:
-        def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
+        def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, object]:
             retained.append(device)
-            return 0, len(retained)
+            return 0, object()
+
+        def cuDevicePrimaryCtxRelease(self, device: int) -> tuple[int]:
+            retained.pop()
+            return (0,)
 
     def use(functions: Functions) -> None:
         functions._primary(0)
