@@ -334,12 +334,9 @@ class Block(contextlib.ExitStack):
     def __exit__(self, *error: Any) -> bool | None:
         if os.getpid() == self._process:
             return super().__exit__(*error)
-        _of_parent.append(self.pop_all())  # A generator in it would otherwise end, when it is dropped.
+        # A generator in the stack ends when it is dropped. So the stack is never dropped, not even when Python ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.pop_all()))
         return None
-
-
-_of_parent: list[contextlib.ExitStack] = []
-"""What the parent of this forked child undoes."""
 
 
 class _Watch:

@@ -203,6 +203,27 @@ def test_a_forked_child_ends_nothing_of_its_parent(shown: Any, block: Any) -> No
     assert shown.library._callback is None
 
 
+@pytest.mark.simulated_only("CUPTI is a stand-in")
+def test_a_forked_child_that_leaves_the_block_ends_in_silence(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Also where the interpreter ends, and drops what the child has left undone."""
+    done = python("""
+import os, sys, warnings
+from streamalloc import cupti
+from streamalloc.cupti import subscription
+from tests.cupti.interposed import Library
+subscription.Library = Library
+warnings.simplefilter("ignore")
+with cupti.check(at_once=True):
+    child = os.fork()
+    if not child:
+        sys.exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
+
+
 def test_threads_change_less_often_while_calls_are_listened_to(shown: Any) -> None:
     before = sys.getswitchinterval()
     with cupti.subscribe(lambda call: None, ["cuMemGetInfo"]):
