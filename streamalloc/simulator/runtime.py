@@ -430,7 +430,7 @@ class Functions:
     # -- streams, events, memory -----------------------------------------------------------------------------
 
     def cudaMalloc(self, size: int) -> int:
-        return int(self.call("cuMemAlloc", size)) if size else 0
+        return 0 if size == 0 else int(self.call("cuMemAlloc", size))
 
     def cudaMallocPitch(self, width: int, height: int) -> tuple[int, int]:
         memory, pitch = self.values("cuMemAllocPitch", width, height, _PITCH_ELEMENT)

@@ -275,6 +275,8 @@ def test_nodes_of_any_kind(rt: Any) -> None:
 
 
 def test_structs_enumerations_and_handles(rt: Any) -> None:
+    assert rt.cudaMalloc(0) == (Error.cudaSuccess, 0)
+    each_raises(TypeError, lambda: rt.cudaMalloc(None))
     properties = cudart.cudaMemPoolProps()
     properties.allocType = cudart.cudaMemAllocationType.cudaMemAllocationTypePinned
     properties.location.type = cudart.cudaMemLocationType.cudaMemLocationTypeDevice
