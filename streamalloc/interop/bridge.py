@@ -49,7 +49,7 @@ from streamalloc.core.internal import (
     unless_busy,
     work,
 )
-from streamalloc.core.properties import MemLocation, MemLocationType
+from streamalloc.core.properties import MemLocation, MemLocationType, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, LIBRARIES, cuda
@@ -99,6 +99,13 @@ def library(name: str, session: Session | None = None) -> Any:
         raise ModuleNotFoundError(
             f"{name} is not installed: pip install 'streamalloc[{extra}]'", name=error.name
         ) from None
+
+
+def library_for(name: str, memory: Memory) -> Any:
+    """Import a library that is to use ``memory``, as :func:`library` does. Raises TypeError if ``memory`` is no Memory
+    of this package, such as an array of a library.
+    """
+    return library(name, session_of(checked_type("memory", memory, Memory)))  # type: ignore[type-abstract]
 
 
 def check_driver(module: ModuleType | None, session: Session) -> None:

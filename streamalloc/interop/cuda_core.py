@@ -8,8 +8,7 @@ from typing import Any
 
 from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.internal import Memory, StreamLike
-from streamalloc.core.session import session_of
-from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources, library
+from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources, library, library_for
 from streamalloc.interop.loans import Borrowed, Lent, borrow
 from streamalloc.pool import MemoryPool
 
@@ -148,11 +147,11 @@ def buffer(memory: Memory, stream: StreamLike) -> Any:
 
     ``stream`` waits for the work queued on the memory's stream. When the buffer is dropped, the memory's stream waits
     for ``stream``. If other streams use the buffer, make ``stream`` wait for them before the buffer is dropped. Raises
-    ModuleNotFoundError if cuda.core is not installed, TypeError if ``stream`` is not a stream, ValueError if the memory
-    is of a simulated driver or ``stream`` of another driver, and ClosedError if the memory was freed or ``stream`` was
-    closed.
+    ModuleNotFoundError if cuda.core is not installed, TypeError if ``memory`` is not of this package or ``stream`` is
+    not a stream, ValueError if the memory is of a simulated driver or ``stream`` of another driver, and ClosedError if
+    the memory was freed or ``stream`` was closed.
     """
-    core = library("cuda.core", session_of(memory))
+    core = library_for("cuda.core", memory)
     lent = Lent(memory.view_as("u1"), stream)
     return core.Buffer.from_handle(lent.address, lent.nbytes, owner=lent)
 

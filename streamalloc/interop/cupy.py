@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.internal import Memory, StreamLike
-from streamalloc.core.session import GLOBAL, RELAXED, session_of
-from streamalloc.interop.bridge import AllocatorSource, Bridge, Sources, library
+from streamalloc.core.session import GLOBAL, RELAXED
+from streamalloc.interop.bridge import AllocatorSource, Bridge, Sources, library, library_for
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.pool import MemoryPool
 
@@ -152,7 +152,7 @@ def array(
     ClosedError
         The memory was freed, or ``stream`` was closed.
     """
-    cupy = library("cupy", session_of(memory))
+    cupy = library_for("cupy", memory)
     lent = Lent(form(memory, dtype, shape), cupy.cuda.get_current_stream() if stream is None else stream)
     unowned = cupy.cuda.UnownedMemory(lent.address, lent.nbytes, lent, lent.location.id)
     return cupy.ndarray(lent.shape, lent.dtype, cupy.cuda.MemoryPointer(unowned, 0))

@@ -9,8 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from streamalloc.core.internal import Memory, StreamLike
-from streamalloc.core.session import session_of
-from streamalloc.interop.bridge import library
+from streamalloc.interop.bridge import library_for
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 
 __all__ = ["array", "memory"]
@@ -42,7 +41,7 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
     EvictedError
         The memory is evicted.
     """
-    return library("jax.dlpack", session_of(memory)).from_dlpack(Lent(form(memory, dtype, shape), None))
+    return library_for("jax.dlpack", memory).from_dlpack(Lent(form(memory, dtype, shape), None))
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:

@@ -12,7 +12,7 @@ from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.internal import Buffer, Memory, Stream, StreamLike, work
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda as bindings
-from streamalloc.interop.bridge import AllocatorSource, Bridge, Sources, dropped_of, library
+from streamalloc.interop.bridge import AllocatorSource, Bridge, Sources, dropped_of, library, library_for
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 
 __all__ = ["array", "memory", "use"]
@@ -163,7 +163,7 @@ def array(
     EvictedError
         The memory is evicted.
     """
-    numba = library("numba.cuda", session_of(memory))
+    numba = library_for("numba.cuda", memory)
     lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)
     # The entry "stream" is left out, because Numba would make the host wait for that stream.
     interface = {key: value for key, value in lent.__cuda_array_interface__.items() if key != "stream"}

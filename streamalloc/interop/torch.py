@@ -37,7 +37,7 @@ from streamalloc.core.errors import (
 from streamalloc.core.internal import BufferView, Memory, StreamLike, deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import RLock
-from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources, library
+from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources, library, library_for
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.interop.rmm import RMMBridge
 from streamalloc.ipc import Tensor, Weights, WeightsWriter
@@ -509,7 +509,7 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
     EvictedError
         The memory is evicted.
     """
-    torch = library("torch", session_of(memory))
+    torch = library_for("torch", memory)
     if isinstance(dtype, torch.dtype):
         flat = torch.from_dlpack(Lent(memory.view_as("u1"), None)).view(dtype)
         return flat if shape is None else flat.view(shape)

@@ -387,6 +387,19 @@ def test_interfaces_that_are_refused(pool: sa.MemoryPool, stream: sa.Stream, wro
         )
 
 
+def test_an_array_in_place_of_memory_is_refused(stream: sa.Stream) -> None:
+    array: Any = np.zeros(4)
+    each_raises(
+        TypeError,
+        lambda: interop.torch.tensor(array),
+        lambda: interop.cupy.array(array),
+        lambda: interop.numba.array(array),
+        lambda: interop.jax.array(array),
+        lambda: interop.cuda_core.buffer(array, stream),
+        match="memory must be a Memory, not ndarray",
+    )
+
+
 def test_an_interface_of_more_elements_than_64_bits_count(pool: sa.MemoryPool, stream: sa.Stream) -> None:
     with pool.allocate(16, stream) as buffer:
         array: Any = SimpleNamespace(__cuda_array_interface__=buffer.__cuda_array_interface__ | {"shape": (1 << 62, 4)})
