@@ -83,7 +83,7 @@ class TimeLimit(NamedTuple):
         return left(self.end) == 0
 
     def __str__(self) -> str:
-        return f"{self.seconds:g} s"
+        return f"{self.seconds:.4g} s"
 
 
 class GroupError(Exception):
