@@ -543,11 +543,12 @@ class SleepGroup(Members):
 
     def _thaw_all(self, buffers: Iterable[VirtualBuffer]) -> None:
         frozen = [buffer for buffer in buffers if buffer.frozen]
-        run_steps(
-            self._session,
-            *((buffer.make_writable, buffer.freeze_again) for buffer in frozen),
-            last=functools.partial(drop_unneeded, frozen),
-        )
+        if frozen:  # Without a driver call, so that a forked child can also close a group.
+            run_steps(
+                self._session,
+                *((buffer.make_writable, buffer.freeze_again) for buffer in frozen),
+                last=functools.partial(drop_unneeded, frozen),
+            )
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Have ``hook(buffers)`` called in each :meth:`sleep` and :meth:`resume`, before memory is released.

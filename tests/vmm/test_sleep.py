@@ -10,6 +10,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
+from tests.processes import in_a_child
 from tests.support import MiB, each_raises, filled, holds, pattern, shows
 from tests.vmm.support import PAGE
 
@@ -209,6 +210,11 @@ class TestMembers:
             group.add(buffer)
             group.freeze()
         assert not buffer.frozen and buffer in group.buffers and shows(buffer, 0)
+
+    @pytest.mark.simulated_only("a process that uses a GPU must not be forked")
+    def test_a_forked_child_closes_one_without_frozen_buffers(self, group: vmm.SleepGroup) -> None:
+        buffers(group, "a")
+        assert in_a_child(group.close) == 0
 
     def test_an_allocator_for_each_tag(self, device: sa.Device, group: vmm.SleepGroup, stream: sa.Stream) -> None:
         source = group.tagged("weights")
