@@ -590,6 +590,8 @@ class Exports:
                 on_device = pool.location.type is MemLocationType.DEVICE
                 device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
                 found = pool.exported = PoolExport(pool, self, device)
+                if pool.closed:  # Another thread has closed it meanwhile, perhaps before it had this handle to end.
+                    pool.exported = None
             return found
 
     def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[ChunkHandle, Fd | None]:

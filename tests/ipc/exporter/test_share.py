@@ -1,6 +1,7 @@
 """Every kind of memory, shared by one process and opened by another."""
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.ipc.exporter.exports import PoolExport
 from streamalloc.ipc.wire.descriptor import Mechanism
 from tests.ipc import kinds
 from tests.ipc import support as steps
@@ -122,6 +124,23 @@ class TestPool:
         # A process that has shared much may begin another block among these buffers.
         assert len(sent) <= 2 and not {*sent} & {*whole.handles}
         assert len(bytes(shared)) <= 256
+
+    def test_that_another_thread_closes_at_its_first_share(
+        self, device: sa.Device, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pool = shared_pool(device)
+        begin = PoolExport.__init__
+
+        def closed_meanwhile(export: PoolExport, *args: Any) -> None:
+            begin(export, *args)
+            closer = Thread(target=pool.close)
+            closer.start()
+            closer.join()
+
+        with pool.allocate(MiB, stream) as buffer:
+            monkeypatch.setattr(PoolExport, "__init__", closed_meanwhile)
+            ipc.share(buffer)
+            each_raises(sa.ClosedError, lambda: ipc.share(pool), match="closed")
 
     def test_of_a_node_s_host_memory(self, machine: Any, partner: Partner) -> None:
         """It can be shared (observed on H200); what opening it does, no reading shows."""
