@@ -7,6 +7,7 @@ thread that holds the lock. Afterwards the thread takes the lock and enters all 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -688,7 +689,7 @@ def observe(
         checked_number(name, value)
     for name, hook in (("on_allocate", on_allocate), ("on_free", on_free)):
         checked_function(name, hook, optional=True)
-    if not (log is None or isinstance(log, (str, Path))):  # A number would be taken for a file descriptor.
+    if not (log is None or isinstance(log, (str, bytes, os.PathLike))):  # A number would be taken for a descriptor.
         raise TypeError(f"log must be a path, not {type(log).__name__} ({log!r})")
     for one in what:
         if not isinstance(one, (Device, Allocator, VirtualBuffer, AddressRange, PageSpace, SymmetricMemory)):

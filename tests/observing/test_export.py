@@ -93,6 +93,16 @@ with sa.MemoryPool(device, name="kv") as pool, sa.observe(pool, history=0, log=s
 """
 
 
+class Named:
+    """A path of another library, such as py.path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
 class TestLog:
     @pytest.mark.simulated_only("the process ends in the middle of its work")
     def test_of_a_process_that_was_killed(self, tmp_path: Path) -> None:
@@ -118,6 +128,11 @@ class TestLog:
                 pool.allocate(512, stream).free()
         assert [line.split(",")[2] for line in file.read_text().splitlines()[1:]] == ["allocate", "free"] * 2
 
+    @pytest.mark.parametrize("path_of", [os.fsencode, Named])
+    def test_at_a_path_of_another_type(self, pool: sa.MemoryPool, tmp_path: Path, path_of: Any) -> None:
+        with sa.observe(pool, log=path_of(tmp_path / "log.csv")):
+            assert (tmp_path / "log.csv").exists()
+
     def test_of_names_that_are_no_text(self, pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:
         with sa.observe(pool, log=tmp_path / "log.csv") as observer, observer.tag(os.fsdecode(b"\xff")):
             pool.allocate(512, stream).free()
@@ -136,7 +151,7 @@ class TestLog:
     def test_is_no_descriptor(self, pool: sa.MemoryPool) -> None:
         """True would be that of the standard output, which would be closed."""
         with open(os.devnull, "wb") as file:
-            each_raises(TypeError, sa.observe(pool, log=file.fileno()).start, match="PathLike")  # type: ignore[arg-type]
+            each_raises(TypeError, lambda: sa.observe(pool, log=file.fileno()), match="a path, not int")  # type: ignore[arg-type]
             os.fstat(file.fileno())
 
     def test_a_full_disk_ends_it(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
