@@ -23,7 +23,7 @@ from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.segments import Split, Torch, split
 from streamalloc.cupti.subscription import PER_THREAD, Block, DriverCall, Subscription
 from streamalloc.driver.bindings import cuda, number_of
-from streamalloc.driver.internal import RLock, Stack, Wrapper, here
+from streamalloc.driver.internal import Stack, Wrapper, here
 from streamalloc.driver.wrappers import Function
 
 _MOST_ENTRIES = 200_000
@@ -136,13 +136,13 @@ class _Held:
     """Memory of one allocation. It ends when all its handles are released and all its mappings are unmapped.
 
     ``handles`` and ``maps`` are the numbers of both. ``keys``: its keys in ``Memory._held``. ``address``: address of
-    the latest mapping; before the first mapping, the handle.
+    the latest mapping; before the first mapping, the handle. ``since``: time of the allocation in ns.
     """
 
-    __slots__ = ("address", "handles", "keys", "line", "maps", "nbytes")
+    __slots__ = ("address", "handles", "keys", "line", "maps", "nbytes", "since")
 
-    def __init__(self, line: Line, nbytes: int, key: tuple[str, int]) -> None:
-        self.line, self.nbytes, self.address = line, nbytes, key[1]
+    def __init__(self, line: Line, nbytes: int, key: tuple[str, int], since: int) -> None:
+        self.line, self.nbytes, self.address, self.since = line, nbytes, key[1], since
         self.keys, self.handles, self.maps = {key}, 1, 0
 
 
@@ -230,8 +230,10 @@ class Memory:
             elif name in _MAKERS:
                 self._made(call)
             elif name in _ENDERS:
-                if not self._is_captured(call):
-                    self._end((_ENDERS[name], number_of(call.args[0])), call.time)
+                key = _ENDERS[name], number_of(call.args[0])
+                # If another thread has allocated the memory since, only the allocation before that was freed.
+                if not self._is_captured(call) and key in self._held and self._held[key].since <= call.time:
+                    self._end(key, call.time)
             else:
                 _OTHERS[name](self, call)
 
@@ -266,7 +268,8 @@ class Memory:
             return
         # A graph, or the end of a pool, may have freed earlier memory at this address without a call.
         self._end((kind, handle), call.time)
-        held = _Held(self._line(where, what, call.place), int(size(call.args, call.answer)), (kind, handle))
+        nbytes = int(size(call.args, call.answer))
+        held = _Held(self._line(where, what, call.place), nbytes, (kind, handle), call.time)
         self._held[kind, handle] = held
         self._changed(held.line, held.nbytes, call.time)
 
@@ -290,7 +293,7 @@ class Memory:
             self._peak, self._peak_from, self._peak_to = self._sums.total, time, 0
             self._mark()
         elif was == self._peak > self._sums.total and not self._peak_to:
-            self._peak_to = time
+            self._peak_to = max(time, self._peak_from)
 
     def _mark(self) -> None:
         self._peak_blocks = self._block_sums.total
@@ -645,22 +648,18 @@ class Followed(Wrapper):
     def __init__(self, driver: Any, account: Any, functions: frozenset[str]) -> None:
         super().__init__(driver)
         self._account, self._functions = account, functions
-        # Another thread may get freed memory before the account is told of the free, and the account would then lose
-        # that allocation. So these calls, which never wait for work, are made one at a time.
-        self._in_order = RLock()
         self._process = os.getpid()
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if os.getpid() != self._process:  # Another thread may have had the lock when this child was forked.
-            return function(*args)
-        with self._in_order if name.endswith("Async") and name in self._functions else contextlib.nullcontext():
-            return self._tell(name, function, args)
-
-    def _tell(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        answer = function(*args)
-        if name in self._functions and self._account.failure is None:
+        before, answer = time_ns(), function(*args)
+        if name not in self._functions or self._account.failure is not None:
+            return answer
+        if os.getpid() == self._process:  # Otherwise another thread may have had the account's lock at the fork.
             found = self.wrapped.cuCtxGetCurrent()
-            context, now = 0 if int(found[0]) else number_of(found[1]), time_ns()
+            context = 0 if int(found[0]) else number_of(found[1])
+            # Another thread may get freed memory before the account is told of the free. It gets the memory after the
+            # call began, so the times tell whose memory was freed. No lock is held meanwhile: finalisers free memory.
+            now = before if name in _ENDERS else time_ns()
             try:
                 self._account.called(DriverCall(name, args, answer, threading.get_ident(), context, here(), now))
             # The program continues after an error of the account, as it does with a subscription.

@@ -57,7 +57,8 @@ class Recording:
         addresses = sorted({int(one.answer[1]) for one in blocks if len(one.answer) > 1})
         segments: set[int] = set()
         kept = []
-        for call in self._calls:
+        # A thread may record a free only after another thread has got the memory.
+        for call in sorted(self._calls, key=lambda call: call.time):
             if "Alloc" not in call.name:
                 address = number_of(call.args[0])
                 if address not in segments:

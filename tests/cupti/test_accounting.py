@@ -414,13 +414,44 @@ def test_memory_that_another_thread_gets_at_once_stays_in_the_account(machine: A
         ok(machine.cuStreamSynchronize(stream))
 
 
+def test_a_free_waits_for_no_account_of_another_thread(machine: Any) -> None:
+    """The account may wait for a thread of which a finaliser frees memory."""
+    told, freed = threading.Event(), threading.Event()
+
+    def called(call: Any) -> None:
+        if call.function == "cuMemAllocAsync" and threading.current_thread() is thread:
+            told.set()
+            assert freed.wait(10)
+
+    account = types.SimpleNamespace(called=called, failure=None)
+    driver = Followed(machine, account, FUNCTIONS)
+
+    def allocate() -> None:
+        with sa.Device(0, driver=machine).current():
+            kept.append(ok(driver.cuMemAllocAsync(MiB, stream)))
+
+    thread = threading.Thread(target=allocate)
+    with sa.Device(0, driver=machine).current():
+        stream = ok(machine.cuStreamCreate(1))
+        kept = [ok(driver.cuMemAllocAsync(MiB, stream))]
+        thread.start()
+        assert told.wait(10)
+        ok(driver.cuMemFreeAsync(kept.pop(), stream))
+        freed.set()
+        thread.join()
+        assert account.failure is None
+        ok(driver.cuMemFreeAsync(kept.pop(), stream))
+        ok(machine.cuStreamSynchronize(stream))
+
+
 @pytest.mark.simulated_only("no driver call is made in the child")
 def test_a_forked_child_waits_for_no_thread_of_its_parent(machine: Any) -> None:
-    driver = Followed(machine, cupti.Memory(machine), FUNCTIONS)
+    account = cupti.Memory(machine)
+    driver = Followed(machine, account, FUNCTIONS)
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with driver._in_order:
+        with account._lock:
             held.set()
             over.wait(20)
 
