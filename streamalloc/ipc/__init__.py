@@ -35,10 +35,10 @@ In the process that opens the buffer:
 
 In the owner again:
 
-11. *Free.* ``Buffer.free`` asks ``Lease.begin_free``. ``Lease.try_end`` counts up the generation, so that nobody opens
-    the memory any more, and compares the words: if all importers have written ``closing``, the stream waits for
-    ``closed``, and the buffer frees the memory (``cuMemFreeAsync``). Otherwise the free becomes an item
-    of the queue of deferred releases, ``_DeferredFree``, which later calls of the package attempt.
+11. *Free.* ``Buffer.free`` asks ``Lease.begin_free``. If no hold lasts, ``Lease.end_for_good`` counts up the
+    generation, so that nobody opens the memory any more, and compares the words: if all importers have written
+    ``closing``, the stream waits for ``closed``, and the buffer frees the memory (``cuMemFreeAsync``). Otherwise the
+    free becomes an item of the queue of deferred releases, ``_DeferredFree``, which later calls of the package attempt.
 
 The objects of these steps. ``Exports`` and ``Imports`` have those of one driver in one process:
 

@@ -124,7 +124,7 @@ class TestExporter:
             return lease, buffer
 
         for lease, _ in interleaved(
-            Lease._in_transit, make, lambda it: it[0].try_end(owner.stream), lambda it: it[0].add_hold(hold)
+            Lease._in_transit, make, lambda it: it[0].end_if_closed(owner.stream), lambda it: it[0].add_hold(hold)
         ):
             assert lease._in_transit()
             lease._holds.clear()
@@ -147,7 +147,7 @@ class TestExporter:
                 buffer.free(still_imported="raise")
 
         for _, _, opened in interleaved(
-            Lease.try_end, make, lambda it: refused(it[0]), lambda it: open_it(it[1], 1).close(), at="line"
+            Lease.end_if_closed, make, lambda it: refused(it[0]), lambda it: open_it(it[1], 1).close(), at="line"
         ):
             opened.close()
         for stream in streams:
@@ -173,7 +173,7 @@ class TestExporter:
         for lease, _ in interleaved(
             Lease._follow_importers,
             make,
-            lambda it: it[0].try_end(owner.stream),
+            lambda it: it[0].end_if_closed(owner.stream),
             lambda it: it[1].free(still_imported="ignore"),
             at="line",
         ):

@@ -124,10 +124,24 @@ class Lease(SharedState):
     """A slot of a control block: words in shared memory by which importers count their uses of one allocation, or wait
     for one announcement.
 
-    The lease of a buffer says when the buffer is freed (:class:`SharedState`). :meth:`try_end` returns whether
-    importers allow the free. If importers do not allow it, or if the buffer was dropped (:meth:`drop`), a
-    :class:`_DeferredFree` calls :meth:`try_end` again later. The end of the lease object releases the slot
-    (:meth:`release`). Another lease can have the slot once it is :meth:`quiet`.
+    The lease of a buffer says when the buffer is freed (:class:`SharedState`): importers must have closed the memory,
+    and no descriptor may be in transit. Two methods end the lease then; ``stream`` waits for the importers' work:
+
+    ============================  =======================================  ===========================================
+    Caller                        Call                                     If the lease cannot end yet
+    ============================  =======================================  ===========================================
+    :meth:`begin_free`: "defer"   ``end_for_good(stream)``                 a :class:`_DeferredFree` frees later, and
+                                                                           nobody opens the memory any more
+    :class:`_DeferredFree`, also  ``end_for_good(None)``, then             the item stays
+    of a dropped buffer           ``end_for_good(stream)``
+    ``_await``: "wait", "raise"   ``end_if_closed(stream)``                the buffer and its descriptors stay valid
+    :meth:`unused`                ``end_if_closed(None)``                  the object of another library is kept, and
+                                                                           its descriptors stay valid
+    ``_await``: "ignore"          ``make_stale()``                         the buffer is freed all the same
+    ============================  =======================================  ===========================================
+
+    If the driver refuses the free after :meth:`begin_free`, :meth:`end_free` makes the descriptors valid again. The end
+    of the lease object releases the slot (:meth:`release`). Another lease can have the slot once it is :meth:`quiet`.
     """
 
     __slots__ = (
@@ -220,8 +234,7 @@ class Lease(SharedState):
         """Whether a descriptor of the lease is in transit: one of its holds has not ended. Ended holds are removed from
         the list.
         """
-        if self._holds:
-            self._holds = _lasting(self._holds)
+        self._holds = _lasting(self._holds)
         return bool(self._holds)
 
     # -- importers -------------------------------------------------------------------------------------------
@@ -232,8 +245,7 @@ class Lease(SharedState):
         """
         if self.block.all_closed(self.words):
             return []
-        opened, closed = self.block.opened[self.slot], self.block.closed[self.slot]
-        importers: list[int] = (opened != closed).nonzero()[0].tolist()
+        importers: list[int] = (self.block.opened[self.slot] != self.block.closed[self.slot]).nonzero()[0].tolist()
         for importer in importers:
             self.block.watch_importer(importer)
         return importers
@@ -245,48 +257,46 @@ class Lease(SharedState):
             return False
         return self.block.all_closed(self.words) or not self._using()
 
-    def try_end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
-        """End the lease if all importers have closed the memory and no descriptor is in transit. Descriptors become
-        stale, and ``stream`` waits for the importers' work. Returns whether the lease has ended.
-
-        If the lease cannot end, nothing changes. Exception: with ``for_good``, descriptors become stale unless one is
-        in transit. ``stream=None``: nothing is queued. Raises CudaError.
-
-        =======================  =======================  ============  ===============================================
-        Caller                   ``stream``               ``for_good``  If the lease cannot end yet
-        =======================  =======================  ============  ===============================================
-        ``begin_free``: "defer"  that of the free         True          an item frees later; nobody opens the memory
-        ``_await``: "wait",      that of the free         False         the buffer and its descriptors stay valid
-        "raise"
-        ``_DeferredFree``        None, and if that ended  True          the item stays
-                                 it that of the free
-        ``unused``               None                     False         the object of another library is kept, and its
-                                                                        descriptors stay valid
-        =======================  =======================  ============  ===============================================
-
-        If the driver refuses the free after :meth:`begin_free`, :meth:`end_free` makes the descriptors valid again.
+    def end_for_good(self, stream: Stream | None) -> bool:
+        """Make the descriptors stale and end the lease if all importers have closed the memory; ``stream`` then waits
+        for their work. Returns whether the lease has ended. If it has not, the descriptors stay stale. While a
+        descriptor is in transit, nothing changes. ``stream=None``: nothing is queued. Raises CudaError.
         """
-        words, ended = self.words, False
         with self.lock:
-            if self._holds and self._in_transit():
+            if self._in_transit():
                 return False
-            if not for_good and not self._all_closing(self._using()):
-                return False  # An importer that opens the memory now must not find its descriptor stale for a moment.
-            words.generation.value = (self.generation + 1) % WORD
-            fence()
+            self.make_stale()
+            return self.block.all_closed(self.words) or self._follow_importers(stream)
+
+    def end_if_closed(self, stream: Stream | None) -> bool:
+        """End the lease as :meth:`end_for_good` does, but only if all importers have closed the memory. Returns whether
+        the lease has ended. If it has not, nothing has changed. Raises CudaError.
+        """
+        with self.lock:
+            # An importer that opens the memory now must not find its descriptor stale for a moment.
+            if self._in_transit() or not self._all_closing(self._using()):
+                return False
+            ended = False
             try:
-                ended = self.block.all_closed(words) or self._follow_importers(stream)
+                ended = self.end_for_good(stream)  # False if an importer has opened the memory after the look.
             finally:
-                if not (ended or for_good):
-                    words.generation.value = self.generation
+                if not ended:
+                    self.words.generation.value = self.generation
         return ended
+
+    def make_stale(self) -> None:
+        """Make the descriptors stale: an importer that opens the memory from now on is refused, and one that opened it
+        before is found in the words that this process reads from now on.
+        """
+        with self.lock:
+            self.words.generation.value = (self.generation + 1) % WORD
+            fence()
 
     def _all_closing(self, importers: list[int]) -> bool:
         """Whether all ``importers``, given by their indexes, have written ``closing``: then their writes of ``closed``
         are queued.
         """
-        opened, closing = self.block.opened[self.slot], self.block.closing[self.slot]
-        return all(opened[importer] == closing[importer] for importer in importers)
+        return all(self.block.opened[self.slot, one] == self.block.closing[self.slot, one] for one in importers)
 
     def _follow_importers(self, stream: Stream | None) -> bool:
         """Make ``stream`` wait for the importers that have not written ``closed`` yet, if all of these have written
@@ -306,7 +316,7 @@ class Lease(SharedState):
         finished its work. The call makes the descriptors stale if every hold has ended and every importer has closed
         the memory, even if work of importers is left.
         """
-        return self.try_end(None) and self.block.all_closed(self.words)
+        return self.end_if_closed(None) and self.block.all_closed(self.words)
 
     # -- the buffer ------------------------------------------------------------------------------------------
 
@@ -316,7 +326,7 @@ class Lease(SharedState):
         """
         if still_imported != "defer":
             self._await(buffer, stream, still_imported, timeout)
-        elif not self.try_end(stream, for_good=True):
+        elif not self.end_for_good(stream):
             self._defer(buffer, stream)
             return False
         return True
@@ -334,13 +344,10 @@ class Lease(SharedState):
         most ``timeout`` seconds. ``"ignore"`` only makes descriptors stale. Raises StillImportedError.
         """
         if still_imported == "ignore":
-            with self.lock:
-                # A new generation makes the descriptors stale.
-                self.words.generation.value = (self.generation + 1) % WORD
-                fence()
+            self.make_stale()
             return
         end = None if timeout is None else time.monotonic() + timeout
-        while not self.try_end(stream):
+        while not self.end_if_closed(stream):
             if still_imported == "raise" or (end is not None and time.monotonic() >= end):
                 raise StillImportedError(f"{buffer!r} is open in another process, or in transit to one")
             time.sleep(_PAUSE)
@@ -396,15 +403,16 @@ class _DeferredFree(Deferred):
     def attempt(self) -> bool:
         lease = self._lease
         if lease is not None and self._raw is not None:
-            if not lease.try_end(None, for_good=True):
-                return False
-            if not ordered_after(self._stream, lambda ordered: self._free(lease, ordered)):
+            # The first call makes no driver call. Most attempts end there, without a stream that stands for another.
+            freed = lease.end_for_good(None) and ordered_after(self._stream, lambda ordered: self._free(lease, ordered))
+            if not freed:
                 return False
         self.forget()
         return True
 
     def _free(self, lease: Lease, ordered: Stream) -> bool:
-        if not lease.try_end(ordered, for_good=True):
+        # From the start, because another thread's ``end_if_closed`` may have made the descriptors valid meanwhile.
+        if not lease.end_for_good(ordered):
             return False
         session, raw = lease._exports.session, ordered.checked_raw()
         with notify_freed(session, int(self._raw), raw):

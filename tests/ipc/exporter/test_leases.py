@@ -287,14 +287,14 @@ def test_of_two_threads_that_free_one_has_freed(
     pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The free waits for a descriptor in transit, and the other thread finds the buffer freed."""
-    shared, end, frees = ipc.share(buffer, hold=True), Lease.try_end, [buffer.free]
+    shared, end, frees = ipc.share(buffer, hold=True), Lease.end_for_good, [buffer.free]
 
     def end_beside_another(lease: Lease, *args: Any, **options: Any) -> bool:
         if frees:
             in_threads(frees.pop())
         return end(lease, *args, **options)
 
-    monkeypatch.setattr(Lease, "try_end", end_beside_another)
+    monkeypatch.setattr(Lease, "end_for_good", end_beside_another)
     with pytest.raises(sa.ClosedError, match="was freed"):
         buffer.free()
     shared.cancel()
