@@ -10,11 +10,14 @@ The steps of sharing a buffer of a pool, in the process that owns the buffer:
 1. *Share.* ``exporter.share.share`` finds the function of the buffer's kind, ``_share_buffer``.
 2. *Lease.* ``exporter.exports.Exports.lease`` exports the pool (``cuMemPoolExportToShareableHandle``) and the
    allocation (``cuMemPoolExportPointer``), and takes a slot of the control block. From now on the ``Lease`` says when
-   the buffer is freed. With ``hold=True``, ``Lease.add_hold`` keeps the memory while the descriptor is in transit.
-3. *Ready.* ``Lease.announce`` has the buffer's stream write the slot's word ``ready`` after the contents
-   (``cuStreamWriteValue32``).
-4. *Descriptor.* ``exporter.share._published`` puts pool, slot, generation and value of ``ready`` into a
-   ``wire.descriptor.Descriptor``. ``exporter.share.send`` sends its bytes and the file descriptors.
+   the buffer is freed.
+3. *Hold and ready.* With ``hold=True``, ``exporter.share._published`` first gives the lease a hold
+   (``Lease.add_hold``), which keeps the memory while the descriptor is in transit. Then it calls ``Lease.announce``,
+   which has the buffer's stream write the slot's word ``ready`` after the contents (``cuStreamWriteValue32``).
+4. *Descriptor.* ``_published`` puts pool, slot, generation and value of ``ready`` into a
+   ``wire.descriptor.Descriptor``. ``exporter.share.send`` sends its bytes and the file descriptors. If there is a hold,
+   ``send`` first gives the lease a second one, which belongs to the message: a pipe, one end of which is sent along.
+   After the send it ends the first (``Shared.cancel``).
 
 In the process that opens the buffer:
 
