@@ -592,8 +592,7 @@ class PoolBuffer(Buffer):
             if self.shared is not None and self._allocator._session.usable:
                 self.shared.drop(self)
             return
-        # The pointer is cleared first, because another finaliser of this garbage cycle may still use the buffer, and
-        # must find the buffer freed.
+        # First, because another finaliser of this garbage cycle may still use the buffer, and must find it freed.
         self._ptr = None
         allocator, stream = self._allocator, self._stream
         session = allocator._session
@@ -608,6 +607,7 @@ class PoolBuffer(Buffer):
         dropping.append(None)
         try:
             failed, mode = exchange(RELAXED)
+            # Other libraries' streams are `capturable`: only `ready` checks their garbage cycle. Ours need no call.
             handle = None if failed else (not stream.capturable and stream.direct) or stream.ready(True)
             if failed:
                 mode = GLOBAL
