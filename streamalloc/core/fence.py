@@ -484,10 +484,10 @@ def record_uncaptured(stream: Stream) -> Event | None:
     """
 
     def record() -> Event | None:
-        if stream.is_captured():
+        if stream.capturing:
             return None
         event = stream.record()
         # If other code began a capture meanwhile, the record became a node of its graph.
-        return None if stream.is_captured() else event
+        return None if stream.capturing else event
 
     return while_open(stream, record)

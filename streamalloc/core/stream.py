@@ -179,7 +179,7 @@ class Stream(Closes, Shown):
 
     _inner = (
         "call", "capturable", "checked_call", "checked_raw", "covering", "direct", "endings", "free_lists",
-        "in_context", "is_captured", "last", "of_this_thread", "ready", "refuse_capture", "run_uncaptured",
+        "in_context", "last", "of_this_thread", "ready", "refuse_capture", "run_uncaptured",
         "sees_all_work", "thread", "usable",
     )  # fmt: skip
 
@@ -355,12 +355,8 @@ class Stream(Closes, Shown):
 
     def refuse_capture(self, call: str, why: str) -> None:
         """Raise the errors of :meth:`run_uncaptured`, whose arguments ``call`` and ``why`` are."""
-        if self.is_captured():
+        if self.capturing:
             raise _refusal(call, why)
-
-    def is_captured(self) -> bool:
-        """Return :attr:`capturing`, without a question to the driver if only this package can capture the stream."""
-        return (self.capturable or self.direct is None) and self.capturing
 
     def of_this_thread(self) -> Stream:
         """Return the stream that the handle names on this thread: its own per-thread stream, or this object."""
@@ -405,10 +401,11 @@ class Stream(Closes, Shown):
 
     @property
     def capturing(self) -> bool:
-        """Whether the stream is being captured into a graph (``cuStreamIsCapturing``). Raises ClosedError if the stream
-        was closed. For the legacy default stream, raises CaptureError while a blocking stream is being captured.
+        """Whether the stream is being captured into a graph (``cuStreamIsCapturing``, if need be). Raises ClosedError
+        if the stream was closed. For the legacy default stream, raises CaptureError while a blocking stream is being
+        captured.
         """
-        return self.in_context(captured, self._session, self.checked_raw())
+        return (self.capturable or self.direct is None) and self.in_context(captured, self._session, self.checked_raw())
 
     @property
     def priority(self) -> int:
@@ -471,8 +468,10 @@ class Stream(Closes, Shown):
         if result:
             raise error_from(result, "cuStreamWaitEvent")
         # The event may be of a capture by other code, and this stream is then a part of that capture.
+        # The driver is asked, because `capturing` relies on `capturable`.
         joins = not isinstance(event, Event) or event._foreign_captures
-        if joins and not self.capturable and not self.is_default and self.capturing:
+        asks = joins and not self.capturable and not self.is_default
+        if asks and self.in_context(captured, session, self.checked_raw()):
             self.capturable = True
 
     def synchronize(self) -> None:
@@ -559,7 +558,7 @@ class Stream(Closes, Shown):
         yield "handle", f"{int(self.checked_raw()):#x}"
         yield "device", self.device
         with self._session.relaxed():
-            yield "state", "capturing" if self.is_captured() else "idle" if self.query() else "has work to do"
+            yield "state", "capturing" if self.capturing else "idle" if self.query() else "has work to do"
 
     def _text(self) -> str:
         kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(self._number)

@@ -322,7 +322,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             captured = False
             if ordered is None or session_of(ordered) is not state.session:
                 ordered = as_stream(stream, state.session)
-                captured = ordered.is_captured()
+                captured = ordered.capturing
             if captured or not self._caches(size, ordered):
                 return self._allocate_past(size, ordered, captured)
             cache = state.of(ordered) or state.open(ordered)
