@@ -33,6 +33,34 @@ Three attributes are the state behind these questions:
   otherwise None. It saves the call of the method: callers write ``stream.direct or stream.ready()``.
 * ``capturable`` is True if the driver has to be asked before an allocation (the third column).
 
+These names tell of captures. *The error* is CaptureError while a blocking stream is being captured: the driver then
+refuses to answer for the legacy stream.
+
+=========================  ==============================  ======================  =================  ==================
+name                       who is asked                    the legacy stream       raises             in a finaliser
+=========================  ==============================  ======================  =================  ==================
+``_capture``               nobody: the capture by this     None                    nothing            yes
+                           package that the stream is in
+``capturable``             nobody                          False                   nothing            yes
+``queue.captures``         nobody: the captures by this    with one, not           nothing            yes
+                           package, of any stream          ``usable``
+:func:`captures_changed`   ``queue.captures``, for all     with one, not           nothing            no
+                           streams                         ``usable``
+:func:`captured`           the driver                      False, or the error     CudaError          no, compare with
+                                                                                                      ``NOT_CAPTURED``
+:attr:`Stream.capturing`   the driver, if ``capturable``   False, or the error     CudaError,         no
+                           or without ``direct``                                   ClosedError
+:func:`may_be_captured`    ``capturing``                   False; for the error,   nothing: returns   bridges do, of
+                                                           True                    False              default streams
+``refuse_capture``         ``capturing``                   passes, or the error    those,             no
+                                                                                   CaptureError
+``run_uncaptured``         ``_capture``; if None, the      calls, or the error     those,             no
+                           driver, if ``capturable`` or a                          CaptureError
+                           default stream
+``record_uncaptured``      ``capturing``, before and       the error, also in any  those; None if     no: takes locks
+                           after the record                capture of ours         captured
+=========================  ==============================  ======================  =================  ==================
+
 If there is no handle, callers make a checked call (:meth:`Stream.checked_call`), which repairs what it can, and raises
 an error otherwise:
 
