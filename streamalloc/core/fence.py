@@ -16,6 +16,29 @@ None of these calls invalidates a capture, with one exception: :func:`all_work` 
 on streams that this package does not know. :func:`queue_behind` does the opposite: it has a deferred item attempted
 before a stream gets more work.
 
+A stream may be closed, and the handle of a per-thread default stream names another stream on each thread. Then another
+stream stands in. The last column names the locks of the list below.
+
+=============================  ===========================  ==================================  ========================
+it calls                       when                         the stream that stands in           takes
+=============================  ===========================  ==================================  ========================
+:meth:`Stream.of_this_thread`  a call of the user queues    for a per-thread stream, that of    no lock
+                               work: ``as_stream``          this thread
+:meth:`Stream.covering`        something is to come after   for a per-thread stream of another  no lock
+                               the work:                    thread, the legacy stream
+                               ``as_stream(after=True)``
+:func:`ordered_after`          work on any thread, as of    for a per-thread stream, the        2, for default streams
+                               items; the stream may be     legacy stream; for a closed one, a  1, while ``act`` runs
+                               closed                       new stream after its work
+:func:`ordered_after_end`      only :attr:`Stream.last` is  a new stream after that event;      no lock; 1 if memory for
+                               left of the stream           without it, after all known         a stream is lacking
+                                                            streams
+``_record_after``              a fence records an event     for the legacy stream, a new        2, for default streams
+                                                            blocking one; for a per-thread      1; for the legacy stream
+                                                            stream of another thread or in an   as above
+                                                            item, the legacy stream
+=============================  ===========================  ==================================  ========================
+
 Three locks keep captures and closes away from such work. A thread takes them in this order:
 
 1. :attr:`DeferredQueue.beginning`: while a thread holds it, no capture by this package begins.
