@@ -353,7 +353,7 @@ class AddressRange(OwnsNode, Drawn):
         if stop > self.nbytes:
             raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
         for other in node.touching(offset, stop):
-            raise ValueError(f"offset={offset}: {other.memory!r} is mapped there, in {self!r}")
+            raise ValueError(f"offset={offset}: {other.as_object()!r} is mapped there, in {self!r}")
         entry = MappedBytes(node, offset, stop, {})
         entry._memory = memory
         return entry
@@ -379,8 +379,8 @@ class AddressRange(OwnsNode, Drawn):
         if entries:
             yield "", drawn(self)
             rows = (
-                (mib(one.offset), mib(one.stop), place(one.memory.location), rights_text(one.rights), _handle_of(one))
-                for one in entries
+                (mib(it.offset), mib(it.stop), place(it.as_object().location), rights_text(it.rights), _handle_of(it))
+                for it in entries
             )
             yield "", table(("from", "to", "memory of", "access", "handle"), rows)
 
@@ -396,7 +396,7 @@ class AddressRange(OwnsNode, Drawn):
 
 
 def _handle_of(mapped: MappedBytes) -> str:
-    return "closed" if mapped.memory.closed else f"{mapped.memory.handle:#x}"
+    return "closed" if mapped.as_object().closed else f"{mapped.as_object().handle:#x}"
 
 
 def rights_text(rights: Rights) -> str:
@@ -408,7 +408,7 @@ def rights_text(rights: Rights) -> str:
 def drawn(range: AddressRange) -> Html:
     """Return a picture of a range as HTML: a strip to scale, with a tooltip for each mapping."""
     pieces = (
-        (one.offset, one.stop - one.offset, one.memory.location, f"{one.memory!r}: {rights_text(one.rights)}")
+        (one.offset, one.stop - one.offset, one.as_object().location, f"{one.as_object()!r}: {rights_text(one.rights)}")
         for one in range._node.table()
     )
     return strip(range.nbytes, pieces)
@@ -451,7 +451,7 @@ class RangeView(Memory):
         access, otherwise device 0. Raises ClosedError if the bytes are not mapped any more.
         """
         entries = self._entries()
-        places = [entry.memory.location for entry in entries] + [place for entry in entries for place in entry.rights]
+        places = [one.as_object().location for one in entries] + [place for one in entries for place in one.rights]
         devices = (place.id for place in places if place.type is MemLocationType.DEVICE and place.seen)
         return Device(next(devices, 0), driver=self.range.driver).default_stream
 
@@ -462,7 +462,7 @@ class RangeView(Memory):
         mapped any more.
         """
         entries = self._entries()
-        return entries[0].memory.location if entries else self.stream.device.location
+        return entries[0].as_object().location if entries else self.stream.device.location
 
     @property
     def owner(self) -> object:
@@ -514,10 +514,10 @@ class RangeView(Memory):
         for mapped in self._entries():
             if not any(mapped.rights.values()):
                 # Driver 580 crashes in copies of host memory without permissions.
-                raise ValueError(f"nobody has access to {mapped.memory!r}: set_access() gives it")
+                raise ValueError(f"nobody has access to {mapped.as_object()!r}: set_access() gives it")
 
     def _unreadable(self) -> str:
-        return next(filter(None, (mapped.memory._unreadable for mapped in self._entries())), "")
+        return next(filter(None, (mapped.as_object()._unreadable for mapped in self._entries())), "")
 
     def _read_only(self, on_host: bool) -> bool:
         return MemAccess.READ in self._allowed(MemLocation.host() if on_host else self.stream.device.location)
@@ -564,7 +564,7 @@ class Mapping(RangeView, Closes):
     @property
     def memory(self) -> GenericAllocation:
         """The mapped :class:`PhysicalMemory` or multicast object, which may be closed."""
-        return self._mapped.memory
+        return self._mapped.as_object()
 
     @property
     def closed(self) -> bool:
@@ -639,7 +639,7 @@ class Mapping(RangeView, Closes):
 
     def _text(self) -> str:
         state = ", unmapped" if self._mapped.gone else ""
-        return f" of {self._mapped.memory!r} at offset {self.offset}{state}"
+        return f" of {self._mapped.as_object()!r} at offset {self.offset}{state}"
 
 
 class LoneMapping(Mapping):

@@ -185,6 +185,8 @@ class Evictable(OwnsRange, Claimable):
         ``nbytes``. After an error the buffer is unchanged.
         """
         before = self._mapped, self._nbytes
+        # Before the unmap: if a signal handler raises during it, no size counts memory that is unmapped, and the next
+        # growth releases what is still mapped. A refused unmap has unmapped nothing, because the chunks are adjacent.
         self._mapped, self._nbytes = mapped, nbytes
         try:
             self.release_from(mapped)

@@ -255,7 +255,7 @@ class _Segment:
         """
         entry = MappedBytes(self.range._node, at, at + chunk.nbytes, {}, chunk.spec)
         if self.spec.allocations.watchers or chunk._memory is not None:
-            entry._memory = chunk.memory
+            entry._memory = chunk.as_object()
         self._take_out(chunk, after, False)
         entry._raw, chunk._raw = chunk._raw, None
         self.reserved -= chunk.nbytes

@@ -20,7 +20,7 @@ A shrink (``resize``, or ``close`` for all chunks) claims the buffer, too, and d
 1. *Choose* the chunks after the new size. The driver unmaps only whole chunks. If there are none, or ``release`` is
    False, only ``_nbytes`` changes.
 2. *Wait* for the users of these chunks: ``wait_for_users``. By default the host waits for all work of each device with
-   access (``await_device``, which makes a dozen driver calls); with ``after``, only for its events and streams.
+   access (``await_device``, with driver calls for each known stream); with ``after``, only for its events and streams.
 3. *Sizes.* ``Evictable.shrink_to`` sets ``_mapped`` and ``_nbytes``. If step 4 fails, it sets the old sizes again.
 4. *Unmap*: ``Evictable.release_from``, ``Reservation.unmap`` (one ``cuMemUnmap``).
 5. *Release* each chunk: ``MappedBytes.release_handle`` (``cuMemRelease``). If the driver refuses, the chunk's finaliser
@@ -348,7 +348,7 @@ class RemappableBuffer(VirtualBuffer):
 
             def undo() -> None:
                 self.range._node.unmap(self.range._node.touching(end, self.range.nbytes))
-                self.range._map([entry.memory for entry in going], end, self._rights)
+                self.range._map([entry.as_object() for entry in going], end, self._rights)
                 self._names, self._mapped, self._nbytes = before
 
             with undoing(undo):

@@ -55,7 +55,7 @@ def covering(range: AddressRange, start: int, stop: int) -> list[tuple[GenericAl
     """
     found = []
     for entry in range._covering(start, stop):
-        memory = entry.memory
+        memory = entry.as_object()
         if memory.closed and isinstance(memory, PhysicalMemory):
             # The object's handle is closed: get another handle by the mapping's address.
             memory = PhysicalMemory.at(range.address + entry.offset, driver=range.driver)

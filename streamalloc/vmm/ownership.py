@@ -421,7 +421,7 @@ class Allocations:
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
         """Return the :class:`AllocationState` of each mapping of this package that overlaps the ``nbytes`` bytes from
         ``address`` on. Memory that is mapped there twice is listed twice. Pages of arenas are left out. If only a
-        mapping has the handle, a :class:`PhysicalMemory` is made for it (:attr:`MappedBytes.memory`).
+        mapping has the handle, a :class:`PhysicalMemory` is made for it (:meth:`MappedBytes.as_object`).
         """
         found = []
         for reservation in list(self.reservations):
@@ -435,7 +435,7 @@ class Allocations:
                     if entry.offset >= start + nbytes:
                         break
                     if not entry.gone and (entry._raw is not None or entry._memory is not None):
-                        found.append(entry.memory._state)
+                        found.append(entry.as_object()._state)
         return found
 
     def make_room(self) -> int:

@@ -34,6 +34,25 @@ START, STOP = attrgetter("offset"), attrgetter("stop")
 class MappedBytes(Node):
     """One mapping in a reserved range. Its release calls ``cuMemUnmap``, and ``cuMemRelease`` if the mapping owns the
     handle.
+
+    ======================  ===========  ============  ========  ==================================================
+    State                   ``_raw``     ``_memory``   ``gone``  Who releases the memory
+    ======================  ===========  ============  ========  ==================================================
+    new                     None         None          False     nobody: :meth:`map` creates it
+    the mapping owns the    the handle   None          False     :meth:`release`, or :meth:`release_handle` after an
+    handle                                                       unmap
+    an object owns the      None         the object    False     the object; :meth:`release` only unmaps, and
+    handle                                                       :meth:`release_handle` closes the object
+    retained                a handle of  the object    False     each of the two its own handle;
+                            its own                              :meth:`release_handle` both
+    unmapped, to be mapped  a handle     the object    True      as before the unmap
+    again                                or None
+    gone                    None         the object    True      nobody, or the object
+                                         or None
+    ======================  ===========  ============  ========  ==================================================
+
+    The mapping becomes that of an object by :meth:`as_object`, and then by :meth:`retain` a retained one. Once the
+    range was closed or dropped, ``_memory`` is None. The finaliser releases a handle that is left in ``_raw``.
     """
 
     __slots__ = ("_memory", "_raw", "offset", "reservation", "rights", "spec", "state", "stop")
@@ -72,10 +91,9 @@ class MappedBytes(Node):
         """Size in bytes."""
         return self.stop - self.offset
 
-    @property
-    def memory(self) -> GenericAllocation:
-        """The mapped :class:`PhysicalMemory` or multicast object, which may be closed. If the mapping owns the handle,
-        this makes a new :class:`PhysicalMemory`, which then owns the handle.
+    def as_object(self) -> GenericAllocation:
+        """Return the mapped :class:`PhysicalMemory` or multicast object, which may be closed. If the mapping owns the
+        handle, the call makes a new :class:`PhysicalMemory` and hands the handle over to it.
         """
         return self.spec.object_of(self) if self._memory is None else self._memory
 
@@ -126,7 +144,7 @@ class MappedBytes(Node):
             allocations.session.call("cuMemMap", self.address, self.nbytes, 0, raw, 0)
             mapped = True
             for watcher in allocations.watchers:
-                watcher.mapped(self.address, self.memory)
+                watcher.mapped(self.address, self.as_object())
         except CudaError as error:
             if not mapped:
                 if self.kind is Kind.OBJECT_MAPPING and isinstance(error, OutOfMemoryError):

@@ -150,7 +150,7 @@ class EvictSteps(BackupSteps):
         """
         buffer.release_from(buffer._mapped)
         entries = list(buffer.range._node.table())
-        for memory in (entry.memory for entry in entries if not entry.alone):
+        for memory in (entry.as_object() for entry in entries if not entry.alone):
             if memory.exported and not self._shared:
                 why = "importers would keep it, and the old bytes; shared=True says that all of them have closed it"
                 raise InUseError(f"{memory!r} was exported: {why}")
