@@ -145,8 +145,9 @@ class DeferredQueue:
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
         self.captures: dict[object, int] = {}
-        """Captures by this package, from :meth:`begin_capture` until their end. The value is the identifier of the
-        capturing thread if the capture forbids unsafe calls of all threads (mode ``"global"``), otherwise 0.
+        """Captures by this package, from :meth:`begin_capture` until their end. With an entry, no item is attempted.
+        The value is the identifier of the capturing thread if the capture forbids unsafe calls of all threads (mode
+        ``"global"``), otherwise 0.
         """
         self.beginning: RLock = RLock()
         """Lock that a thread holds while it adds to ``captures``, or makes a call that would invalidate a capture."""
@@ -185,11 +186,6 @@ class DeferredQueue:
         """
         working = sum(item is not None for item in [*self._working.values()])
         return len(self.submitted) + len(self._orphaned) + len(self._new) + len(self._waiting) + working
-
-    @property
-    def paused(self) -> bool:
-        """Whether this package is capturing a stream; then no item is attempted."""
-        return bool(self.captures)
 
     def begin_capture(self, capture: object, *, forbids: bool = False) -> None:
         """Add a capture to ``captures``, before it begins. Until the caller removes it, no item is attempted.
@@ -241,7 +237,7 @@ class DeferredQueue:
         """
         ended = False
         try:
-            if not self.paused:
+            if not self.captures:
                 with self._guard():
                     ended = item.attempt()
         finally:
@@ -268,7 +264,7 @@ class DeferredQueue:
             first, so every item is attempted in the end.
         """
         me = threading.get_ident()
-        if not self.has_work() or self.paused or me in self._working:
+        if not self.has_work() or self.captures or me in self._working:
             return 0
         total, ended, left = 0, 1, math.inf if most is None else most
         try:

@@ -50,7 +50,7 @@ def _capacity(pool: MemoryPool) -> int:
 def _figures(pool: MemoryPool) -> PoolFigures | None:
     """Return the statistics of a pool; None if the pool was closed, or if a stream is being captured."""
     session = session_of(pool)
-    if not session.usable or deferred_queue(session).paused:
+    if not session.usable or deferred_queue(session).captures:
         return None
     try:
         read = pool.attributes

@@ -530,7 +530,7 @@ class _State(CacheState):
                 self._take_ended(cache)
             block = self.cut(cache, wanted)
             if block is None:
-                if segment.reserved - segment.leaving + nbytes > self.most and not self.queue.paused:
+                if segment.reserved - segment.leaving + nbytes > self.most and not self.queue.captures:
                     with self.lock:
                         for one in self.live():
                             one.merge(least)
@@ -720,7 +720,7 @@ class _State(CacheState):
         there is none, or while this package captures a stream.
         """
         # During a capture, the event after the chunk's work could be recorded in the capture.
-        for part in () if self.queue.paused else cache.ranges:
+        for part in () if self.queue.captures else cache.ranges:
             if part[1] - part[0] < self.segment.page:
                 break
             chunk = self.segment.chunk_within(*part, most)
@@ -758,7 +758,7 @@ class _State(CacheState):
 
     def _release_spare(self, keep: int) -> int:
         segment, before = self.segment, self.segment.reserved
-        if self.busy or self.queue.paused:
+        if self.busy or self.queue.captures:
             return 0
         self.busy = True
         try:

@@ -458,10 +458,10 @@ class TestDeferred:
         def call(queue: DeferredQueue) -> None:
             with queue.beginning:
                 if not queue.captures:
-                    found.append(queue.paused)
+                    found.append(bool(queue.captures))
 
         for queue in interleaved(call, DeferredQueue, call, lambda it: it.begin_capture(it)):
-            assert queue.paused and found in ([], [False])
+            assert queue.captures and found in ([], [False])
             found.clear()
 
 

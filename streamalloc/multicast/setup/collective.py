@@ -291,6 +291,6 @@ def check_no_capture(session: Session) -> None:
     the capture. Raise ForkedProcessError in a forked child.
     """
     session.check_process()
-    if deferred_queue(session).paused:
+    if deferred_queue(session).captures:
         why = "a stream is being captured: end the capture before symmetric memory is made or closed"
         raise refused(CaptureError, "cuCtxSynchronize", why)

@@ -480,7 +480,7 @@ class CacheState(Deferred):
         other code stays valid, because the thread is in relaxed capture mode (``cuThreadExchangeStreamCaptureMode``).
         """
         self._room -= wanted.nbytes
-        if self._room >= 0 or self.queue.paused:
+        if self._room >= 0 or self.queue.captures:
             return
         with self.session.relaxed():
             attributes = pool.attributes
@@ -521,7 +521,7 @@ class CacheState(Deferred):
         The host does not wait for pending work. If the frees of a stream have already run, the host also synchronises
         with an event after the frees, so that the driver can reuse the memory on any stream.
         """
-        if self.queue.paused:
+        if self.queue.captures:
             return False
         frees: list[Event] = []
 
