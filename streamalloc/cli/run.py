@@ -115,6 +115,7 @@ def run_program(options: argparse.Namespace) -> dict[str, Any]:
     finally:
         # The interpreter also makes this call at its end. It ends idle threads of executors, which a join would not.
         if sys.exc_info()[0] in (None, SystemExit):
+            importlib.import_module("concurrent.futures.thread")  # Later, its first import raises.
             threading._shutdown()  # type: ignore[attr-defined]
 
 

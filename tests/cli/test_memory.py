@@ -92,6 +92,14 @@ def test_memory_is_shown_when_the_program_raises_or_exits(command: Any, tmp_path
     assert missing.returncode == 2 and "there is no file" in missing.stderr and missing.stdout == ""
 
 
+def test_a_picture_of_a_program_without_this_package(command: Any, tmp_path: Path) -> None:
+    """The modules for pictures are imported once the program's threads have ended."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "peak.svg"
+    done = command("memory", f"--picture={picture}", tmp_path / "program.py")
+    assert (done.returncode, done.stderr) == (0, "") and picture.exists()
+
+
 def test_a_picture_without_matplotlib_is_refused_before_the_program_runs(python: Python, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("print('ran')")
     words = ["memory", "--picture", str(tmp_path / "peak.png"), str(tmp_path / "program.py")]
