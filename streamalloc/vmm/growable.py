@@ -21,7 +21,8 @@ A shrink (``resize``, or ``close`` for all chunks) claims the buffer, too, and d
    False, only ``_nbytes`` changes.
 2. *Wait* for the users of these chunks: ``wait_for_users``. By default the host waits for all work of each device with
    access (``await_device``, with driver calls for each known stream); with ``after``, only for its events and streams.
-3. *Sizes.* ``Evictable.shrink_to`` sets ``_mapped`` and ``_nbytes``. If step 4 fails, it sets the old sizes again.
+3. *Sizes.* ``Evictable.shrink_to`` releases memory behind the end, and sets ``_mapped`` and ``_nbytes``. If step 4
+   fails, it sets the old sizes again.
 4. *Unmap*: ``Evictable.release_from``, ``Reservation.unmap`` (one ``cuMemUnmap``).
 5. *Release* each chunk: ``MappedBytes.release_handle`` (``cuMemRelease``). If the driver refuses, the chunk's finaliser
    tries again later.

@@ -8,6 +8,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.driver.bindings import cuda
 from tests.support import Account, Replaced, each_raises, holds, names, pattern, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each, same, write
 
@@ -193,6 +194,30 @@ class TestShrink:
             done = len(account.calls(*kinds))
             buffer.resize(PAGE, after=after(stream, event))
             assert account.calls(*kinds)[done:] == [*waits, "cuMemUnmap", "cuMemRelease"]
+
+    def test_memory_that_a_refused_growth_has_left_stays_refused(self, machine: Any) -> None:
+        """All bytes of the buffer stay mapped."""
+        refused: list[int] = []
+
+        def unmap(at: Any, nbytes: int) -> Any:
+            if int(at) in refused:
+                return (cuda.CUresult.CUDA_ERROR_UNKNOWN,)
+            return machine.cuMemUnmap(at, nbytes)
+
+        def set_access(*arguments: Any) -> Any:
+            return (cuda.CUresult.CUDA_ERROR_UNKNOWN,) if refused else machine.cuMemSetAccess(*arguments)
+
+        driver: Any = Replaced(machine, cuMemUnmap=unmap, cuMemSetAccess=set_access)
+        with vmm.GrowableBuffer(sa.Device(0, driver=driver), 16 * PAGE, 4 * PAGE, chunk=PAGE) as buffer:
+            refused.append(buffer.address + 5 * PAGE)
+            for size in (7 * PAGE, 2 * PAGE):
+                with pytest.raises(sa.CudaError):
+                    buffer.resize(size)
+                assert buffer.nbytes == 4 * PAGE
+                buffer.fill(1)
+            refused.clear()
+            buffer.resize(2 * PAGE)
+            assert buffer.mapped_bytes == len(buffer.mappings) * PAGE == 2 * PAGE
 
     @pytest.mark.parametrize("nbytes", [PAGE // 2, PAGE, 3 * PAGE])
     def test_after_what_is_no_work(self, buffer: vmm.GrowableBuffer, nbytes: int) -> None:
