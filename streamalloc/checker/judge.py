@@ -317,7 +317,9 @@ class Judge:
         where = f"{born.actor.name}{formerly}"
         what = f"{access} uses {range_}, but nothing orders this use after the allocation on {where}."
         remedy = self.missing_order(last, actor)
-        self.report("use before allocation", what, remedy, range_, access.stack, ordered=ordered, **more)
+        # First, so that reports of the same two operations count as one.
+        used = {} if last is born else {"used": last.stack}
+        self.report("use before allocation", what, remedy, range_, access.stack, ordered=ordered, **used, **more)
 
     def report(
         self, kind: str, what: str, remedy: str, range_: Range, call: Stack, *, ordered: int = 0, **places: Stack

@@ -75,6 +75,7 @@ class TestModes:
         use, free = bench.driver.hazards
         assert (use.kind, free.kind) == ("use before allocation", "free before allocation")
         assert all("after its kernel" in one.remedy for one in (use, free))
+        assert any("memory.used(bench.a)" in line for line in use.stacks["used"])
 
     def test_a_pair_of_places_is_reported_once_with_a_count(self, bench: Bench) -> None:
         for again in range(2):
