@@ -38,24 +38,25 @@ def run_steps(session: Session, *steps: Step, last: Callable[[], T]) -> T:
     error, and the other undos are still called. After a KeyboardInterrupt in an undo they are not. ``last`` cannot be
     undone.
 
-    The thread is in the relaxed capture mode meanwhile, because a wait of a step would otherwise invalidate a capture
-    that other code makes on another thread in the global mode.
+    In the steps and undos, the thread is in the relaxed capture mode. Otherwise a wait would invalidate a capture that
+    other code makes on another thread in the global mode.
     """
     undos: list[Callable[[], object]] = []
-    with session.relaxed():
-        try:
+    try:
+        with session.relaxed():  # Ends before ``last``: if the driver refuses the earlier mode, the steps are undone.
             for step in steps:
                 act, *undo = step if isinstance(step, tuple) else (step,)
                 undos += undo
                 act()
-        except BaseException as first:
-            for one in reversed(undos):
-                try:
+    except BaseException as first:
+        for one in reversed(undos):
+            try:
+                with session.relaxed():
                     one()
-                except Exception as later:
-                    attach(first, later)
-            raise
-        return last()
+            except Exception as later:
+                attach(first, later)
+        raise
+    return last()
 
 
 Tags: TypeAlias = Mapping[Any, str]
