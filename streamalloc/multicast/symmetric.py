@@ -488,7 +488,7 @@ class SymmetricMemory(Closes, Shown):
             A rank died, was not ready in time, or could not wait for its devices. This rank's resources are released
             once its devices are idle. For this the call waits for the rest of the time, but at least one second; for
             one second if there is no limit. Nothing is released if a device is still busy then, or if other code
-            captures a stream.
+            captures a stream of one; that capture is then invalid.
         CaptureError, TypeError, ValueError
             This package captures a stream, or ``timeout`` is negative or no number. Nothing was released or sent.
         CudaError
@@ -534,7 +534,8 @@ class SymmetricMemory(Closes, Shown):
         ------
         TimeoutError, CaptureError, TypeError, ValueError
             A device was still busy after that time, for example because a kernel waits for another rank. Or a stream is
-            being captured, by any code; or ``timeout`` is negative or no number. Nothing was released.
+            being captured, by any code; a capture by other code is then invalid. Or ``timeout`` is negative or no
+            number. Nothing was released.
         CudaError
             Work of a device had failed, or the driver refused a release. After a refusal, call this method again.
         """

@@ -191,6 +191,9 @@ class RankResources(Deferred):
 def finish_all(devices: Iterable[Device], deadline: float | None) -> list[CudaError]:
     """Block the host until all work of the devices is done (``cuCtxSynchronize``). Returns the failures of their work.
     ``deadline`` and errors as for :func:`run_until`.
+
+    The call invalidates captures by other code. :func:`~streamalloc.core.fence.await_device` does not, but while it
+    waits for a device that never gets idle, for example after another rank's death, no thread can use the context.
     """
     waits = [(device, functools.partial(session_of(device).call, "cuCtxSynchronize")) for device in devices]
     return [failure for device, wait in waits for failure in run_until(device, wait, deadline)]
