@@ -307,6 +307,7 @@ class Cache(RuleBasedStateMachine):
                 self.streams[at].close()
 
 
+@pytest.mark.timeout(300)  # beside other work on the machine
 @pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
 @pytest.mark.parametrize(
     ("kind", "allowance"), [(sa.CachingAllocator, 0), (vmm.ExpandableCache, 1.03), (vmm.ExpandableCache, 0)]
