@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from streamalloc.core.errors import InUseError, attach, undo_all
+from streamalloc.core.errors import CudaError, InUseError, attach, undo_all
 from streamalloc.core.internal import CopySide, Event, Fence, Stream
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.access import After, wait_for_users
@@ -49,12 +49,14 @@ def run_steps(session: Session, *steps: Step, last: Callable[[], T]) -> T:
                 undos += undo
                 act()
     except BaseException as first:
-        for one in reversed(undos):
-            try:
-                with session.relaxed():
+        with contextlib.ExitStack() as mode:
+            with contextlib.suppress(CudaError):  # An undo matters more than captures of other code.
+                mode.enter_context(session.relaxed())
+            for one in reversed(undos):
+                try:
                     one()
-            except Exception as later:
-                attach(first, later)
+                except Exception as later:
+                    attach(first, later)
         raise
     return last()
 
