@@ -12,7 +12,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import MiB, each_raises, end_what_was_dropped, holds, names, pending, soon
+from tests.support import MiB, each_raises, end_what_was_dropped, eventually, holds, names, pending, soon
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import commit_filled, mapping, page, settled, values
 from tests.vmm.support import PAGE
@@ -163,8 +163,12 @@ class TestClosing:
         del arena, one, other
         gc.collect()
         sa.Device(0, driver=checker).synchronize()
-        end_what_was_dropped()
-        assert set(checker.outstanding()) <= {"event"}
+
+        def nothing() -> bool:
+            end_what_was_dropped()
+            return set(checker.outstanding()) <= {"event"}
+
+        assert eventually(nothing)  # If other processes use the GPU, the event after a drop may pass late.
 
     def test_representations(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
         assert "16 pages of 2 MiB" in repr(space) and "0 spare" in repr(arena)
