@@ -514,10 +514,9 @@ class SymmetricMemory(Closes, Shown):
                     attach(first, later)
                 raise
             self._leaving = True
-        self._release()
-        self._close_communicator()
-        if failed:
-            raise failed.pop(0)
+        with _raising(failed):
+            self._release()
+            self._close_communicator()
 
     def abandon(self, timeout: float = _ABANDON_TIMEOUT) -> None:
         """Release this rank's resources without the other ranks, for example after a rank has died.
@@ -543,9 +542,8 @@ class SymmetricMemory(Closes, Shown):
             return
         collective.check_no_capture(self._resources.session)
         failures = _satisfy_and_finish(self._resources, self._signals, deadline_after(timeout))
-        self._release()
-        if failures:
-            raise failures.pop(0)
+        with _raising(failures):
+            self._release()
 
     def _release(self) -> None:
         self._resources.release()
@@ -579,6 +577,21 @@ class SymmetricMemory(Closes, Shown):
         multicast = ", with multicast" if self.multicast else ""
         state = ", closed" if self.closed else multicast
         return f" of {size_text(self.nbytes)} for each rank, {who}{state}"
+
+
+@contextlib.contextmanager
+def _raising(failures: list[CudaError]) -> Iterator[None]:
+    """Raise the first of ``failures``, errors of the devices' work, after the block; or attach them to an error of the
+    driver in the block.
+    """
+    try:
+        yield
+    except CudaError as error:
+        for failure in failures:
+            attach(error, failure)
+        raise
+    if failures:
+        raise failures.pop(0)
 
 
 def _satisfy_and_finish(resources: RankResources, signals: Signals, deadline: float | None) -> list[CudaError]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.session import session_of
 from streamalloc.multicast import MulticastObject, SymmetricBuffer, SymmetricMemory, SymmetricMemoryError
@@ -296,6 +297,21 @@ class TestInOneProcess:
         with pytest.raises(error):
             getattr(memory, end)()
         assert memory.closed is (answer == "LAUNCH_FAILED")
+        memory.close()
+
+    @pytest.mark.parametrize("end", ["close", "abandon"])
+    def test_a_failure_of_work_is_told_beside_a_refused_release(self, device: sa.Device, end: str) -> None:
+        inner = sd.faulty(device.driver, "cuCtxSynchronize")
+        inner.stop()
+        driver = sd.faulty(inner, "cuMemUnmap")
+        driver.stop()
+        memory = SymmetricMemory.local([sa.Device(0, driver=driver)], 100, multicast=False)
+        inner.fail("cuCtxSynchronize", result="CUDA_ERROR_LAUNCH_FAILED")
+        driver.fail("cuMemUnmap", result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match="cuMemUnmap answered") as caught:
+            getattr(memory, end)()
+        assert "cuCtxSynchronize answered CUDA_ERROR_LAUNCH_FAILED" in vars(caught.value)["__notes__"][0]
+        assert not memory.closed
         memory.close()
 
     @pytest.mark.simulated_only("a forked child of a process that uses CUDA")
