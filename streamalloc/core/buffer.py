@@ -113,7 +113,7 @@ class SharedState(abc.ABC):
     @abc.abstractmethod
     def drop(self, buffer: Buffer) -> None:
         """Submit the free of a dropped buffer to the deferred queue. The buffer's finaliser calls this method, so it
-        takes no lock.
+        takes no lock, except that of a driver that checks the calls.
         """
 
 

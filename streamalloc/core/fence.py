@@ -30,9 +30,9 @@ it calls                       when                         the stream that stan
 :func:`ordered_after`          work on any thread, as of    for a per-thread stream, the        2, for default streams
                                items; the stream may be     legacy stream; for a closed one, a  1, while ``act`` runs
                                closed                       new stream after its work
-:func:`ordered_after_end`      only :attr:`Stream.last` is  a new stream after that event;      no lock; 1 if memory for
-                               left of the stream           without it, after all known         a stream is lacking
-                                                            streams
+:func:`ordered_after_end`      only :attr:`Stream.last` is  a new stream after that event;      2 of the known streams
+                               left of the stream           without it, after all known         without an event; 1 if
+                                                            streams                             memory is lacking
 ``_record_after``              a fence records an event     for the legacy stream, a new        2, for default streams
                                                             blocking one; for a per-thread      1; for the legacy stream
                                                             stream of another thread or in an   as above

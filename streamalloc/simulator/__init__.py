@@ -31,7 +31,7 @@ otherwise the same):
 5. ``allocations.AllocationTable`` lists the memory by its address, for all later calls.
 
 A free is an operation in its stream (``pool.Freed``). The same stream can reuse the block at once; for other streams
-the policies of the pool decide (:mod:`.allocator`, rules 3 and 4).
+the policies of the pool decide (:mod:`.allocator`, rules 3, 4 and 6).
 
 A comment or docstring with ``observed on H200`` names the test in ``tests/facts`` that contains the reading. In the
 docstring of a function, "Gives CUDA_ERROR_..." means that the driver call returns this result code: the function raises

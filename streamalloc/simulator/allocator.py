@@ -29,9 +29,9 @@ follows them. The allocation takes the first block that is large enough from
 6. with the policy ALLOW_INTERNAL_DEPENDENCIES, if there is no memory for the block of rule 5: the blocks that other
    streams left. The allocating stream then waits for that free.
 
-Within each group the smallest sufficient block is taken; of equal sizes, the one that has been free longest. Rules 3
-and 4 visit the streams in the order of their ranks (:meth:`.scheduler.Scheduler.rank`). Missing chunks are first taken
-from other blocks that are free for all streams.
+Within each group the smallest sufficient block is taken; of equal sizes, the one that came into the group first. Rules
+3 and 4 visit the streams in the order of their ranks (:meth:`.scheduler.Scheduler.rank`). Missing chunks are first
+taken from other blocks that are free for all streams.
 
 Memory above the threshold is released block by block, beginning with the block that has been free longest. The end of
 the line counts as one of these blocks. A block keeps its age when a block behind it is merged into it, and so does the

@@ -113,7 +113,8 @@ class Pool(Accessible):
 
     def _find(self, size: int, stream: Stream) -> Block:
         """Find a block with memory under its first ``size`` bytes, by the rules of :mod:`.allocator`. By rules 3 to 6
-        the allocation takes a number in ``stream``. Gives CUDA_ERROR_OUT_OF_MEMORY if no rule finds a block.
+        the allocation takes a number in ``stream`` if the pool follows event dependencies. Gives
+        CUDA_ERROR_OUT_OF_MEMORY if no rule finds a block.
         """
         block = self.line.best_own(size, stream.id) or self.line.best_backed(size)  # rules 1 and 2
         if block is None:
@@ -155,7 +156,7 @@ class Pool(Accessible):
     def free(self, block: Block, size: int, stream: Stream) -> None:
         """Free a block in the order of ``stream``. ``size``: number of bytes that the allocation requested.
 
-        ``stream`` can reuse the block at once, other streams by rules 3 and 4 of :mod:`.allocator`.
+        ``stream`` can reuse the block at once, other streams by rules 3, 4 and 6 of :mod:`.allocator`.
         """
         self.used -= size
         # The free may run in this call. If it is the last one of a destroyed pool, it has closed the pool.

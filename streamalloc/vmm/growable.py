@@ -3,7 +3,7 @@
 A buffer has three sizes. ``_nbytes`` is the size that the program asked for. ``_mapped`` bytes from the start of the
 range count as mapped: whole chunks, and after ``resize(..., release=False)`` more of them than the size needs. The
 mappings themselves are ``range._node.table()``. They end at ``_mapped``, unless a failed call has left memory mapped
-behind it.
+behind it. An evicted buffer has no mappings.
 
 A growth (:meth:`GrowableBuffer.resize`, ``grow``) claims the buffer, so that no other call changes it. If the new size
 is within ``_mapped``, only ``_nbytes`` changes. Otherwise ``Evictable.create_chunks`` does these steps:

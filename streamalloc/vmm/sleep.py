@@ -404,7 +404,8 @@ class SleepGroup(Members):
         Parameters
         ----------
         tags
-            Tags of the buffers, which are restored in this order; without a tag, all buffers.
+            Tags of the buffers, which are restored in this order; without a tag, all buffers. Buffers with bytes in one
+            store are restored one after the other.
         stream
             Stream of the copies; default: the device's default stream.
         ranks, timeout

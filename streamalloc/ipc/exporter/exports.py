@@ -11,7 +11,8 @@ each other, and what a death changes.
 The stream's write of ``ready`` is queued before the descriptor is sent. So a write that the driver refuses leaves no
 descriptor whose importer would wait for ever.
 
-Finalisers take none of the locks of this file: the finaliser of a lease only puts its slot into a list.
+Finalisers take none of the locks of this file: the finaliser of a lease only makes its descriptors stale and puts its
+slot into a list.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Resources of one process for symmetric memory, created step by step and released in the reverse order."""
+"""Resources of one process for symmetric memory, created step by step, and released."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ class RankResources(Deferred):
         return bool(self.handles or self.multicast or self.memories or self.ranges)
 
     def release(self) -> None:
-        """Release all resources in the reverse order of the steps. Call this once the work that uses the memory is
-        done.
+        """Release the handles, the multicast object, the mappings, the memory and the addresses, in this order. Call
+        this once the work that uses the memory is done.
 
         If a driver call fails, its resource is kept, and so are resources that must be released after it. Call the
         method again to retry.
