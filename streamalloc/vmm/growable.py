@@ -307,8 +307,8 @@ class RemappableBuffer(VirtualBuffer):
         """Map the chunks with these names side by side, and unmap all other chunks. If the call raises, the buffer is
         unchanged.
 
-        The first chunks stay mapped as long as their names are the same as before. Before a chunk is unmapped, the host
-        waits for all work of the devices with access, so the caller must hold no lock that another thread needs.
+        Leading chunks with unchanged names stay mapped. Before a chunk is unmapped, the host waits for all work of the
+        devices with access, so the caller must hold no lock that another thread needs.
 
         Parameters
         ----------
@@ -332,6 +332,7 @@ class RemappableBuffer(VirtualBuffer):
         InUseError
             A signal handler or a hook called this method during another call.
         """
+        self._check_open()
         wanted = tuple(names)
         made: list[GenericAllocation] = []
         with undoing(lambda: close_all(made)):

@@ -18,7 +18,7 @@ from streamalloc.core.session import session_of
 from streamalloc.testing import Gate
 from streamalloc.vmm.internal import RemappableBuffer
 from streamalloc.vmm.ownership import allocations_of
-from tests.support import Account, end_what_was_dropped, holds, names, pattern, read
+from tests.support import Account, each_raises, end_what_was_dropped, holds, names, pattern, read
 from tests.vmm.support import HOST, PAGE, READWRITE, same, write
 
 Python = Callable[..., CompletedProcess[str]]
@@ -272,6 +272,7 @@ class TestRemapping:
                 assert buffer.mappings[0].memory is staying[0]
             buffer.fill(7)
         buffer.close()
+        each_raises(sa.ClosedError, lambda: buffer.set_chunks("q", self.make(device), PAGE))
 
 
 def test_items_share_a_fence_that_is_younger(device: sa.Device) -> None:
