@@ -1,6 +1,6 @@
 """Checks of stream order: :func:`streamalloc.driver.checked`.
 
-How a hazard is found, for the race of ``cuMemsetD8Async(x, ..., b)`` with earlier work of another stream:
+How a hazard is found, for a race of ``cuMemsetD8Async`` on one stream with work of another stream:
 
 1. ``wrapper.CheckedDriver._observe`` gets the call of the program. Its ``_call`` forwards the call to the wrapped
    driver between ``Recorder.begin_call`` and ``Recorder.end_call``.

@@ -236,7 +236,7 @@ class Range(Extent):
     base: int
     size: int
     kind: str
-    """Kind of the memory, by which reports name it."""
+    """Kind of the memory, for reports and for rules."""
     bytes: Bytes = field(default_factory=Bytes)
     offset: int = 0
     """Offset in ``bytes`` of the byte at the first address."""

@@ -187,8 +187,8 @@ class Process:
         return found
 
     def taken(self, name: str, free: int) -> int | None:
-        """Return how many bytes of the GPU with UUID ``name`` all processes have taken since this object was made. None
-        if NVML did not list the GPU then.
+        """Return by how many bytes the free memory of the GPU with UUID ``name`` has fallen since this object was made.
+        None if NVML did not list the GPU then.
 
         ``free``: free bytes of the GPU now.
         """

@@ -322,7 +322,7 @@ class _Following(Loader):
 
 
 def live_blocks(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the address and the snapshot entry of each live block of a segment."""
+    """Yield address and entry of each block of a segment in use or awaiting a free."""
     address: int = segment["address"]
     for block in segment["blocks"]:
         if block["state"].startswith("active"):

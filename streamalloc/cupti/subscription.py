@@ -79,8 +79,8 @@ class DriverCall(NamedTuple):
     was none.
     """
     place: Stack
-    """Innermost stack frames of the program, without frames of libraries. For a launch it is only one frame. A C++
-    thread has no Python frames, so its calls have the frames of the main thread.
+    """At most 8 innermost frames of the program, without those of libraries; one for a launch. Calls of a C++ thread
+    have the frames of the main thread, late ones none.
     """
     time: int
     """Time at which the call returned, in ns since the epoch; of a late call, at which it was passed on."""

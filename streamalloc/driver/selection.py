@@ -259,8 +259,8 @@ def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
     """Return the kind of driver, ``"cuda"`` or ``"simulated"``, and the arguments for :func:`simulated` that a text
     such as ``simulated:devices=4,seed=7`` gives.
 
-    Raises ``ValueError`` if the text has another form. ``given_as``: name of the option or variable that has the text,
-    for the error. :func:`simulated` checks the values.
+    Raises ``ValueError`` if the text has another form, or names no device. ``given_as``: name of the option or variable
+    that has the text, for the error. :func:`simulated` checks the values.
     """
     kind, _, settings = text.partition(":")
     if text == "cuda":

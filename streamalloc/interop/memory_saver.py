@@ -280,7 +280,7 @@ class TorchMemorySaver:
     @property
     def hook_mode(self) -> str:
         """``"preload"`` (default) or ``"torch"``, as in ``torch_memory_saver``. Both mean the same here: regions use
-        pools of PyTorch. An assignment of another value raises ValueError.
+        pools of PyTorch. An assignment is a first use of the saver. ValueError for another value.
         """
         return self._hook_mode
 

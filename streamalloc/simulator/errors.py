@@ -42,7 +42,7 @@ class BrokenMachineError(RuntimeError):
 
 
 class DeadlockError(RuntimeError):
-    """The real driver would block for ever in this call."""
+    """The real driver may block for ever in this call."""
 
 
 def check(condition: object, code: Any = Result.CUDA_ERROR_INVALID_VALUE) -> None:

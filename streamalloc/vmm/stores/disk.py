@@ -45,8 +45,8 @@ it, which gives at most 255 bytes.
 
 
 class FileChunk(Chunk):
-    """A chunk that is a file. The address of a block is the number of its part of the file, counted over all files of
-    the tier.
+    """A chunk that is a file. The address of a block is its number: over all files of pages, or within a file of
+    buffers.
     """
 
     def __init__(self, file: DiskFile, nbytes: int, address: int) -> None:
