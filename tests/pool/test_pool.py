@@ -427,6 +427,14 @@ STREAMS: dict[str, Callable[[sa.Device, sa.Stream], Any]] = {
 }
 
 
+def destroyed_once_open(traced: Any, device: sa.Device, gate: Gate) -> None:
+    """The closed pool is destroyed at a point of work after the gate is opened, and not before."""
+    work(session_of(device))
+    assert names(traced, DESTROY) == []
+    gate.open()
+    assert eventually(lambda: work(session_of(device)) and names(traced, DESTROY))
+
+
 @pytest.mark.parametrize("name", STREAMS)
 def test_by_itself_later(traced: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, name: str) -> None:
     """Nobody else synchronises the host with the stream of the free."""
@@ -436,10 +444,7 @@ def test_by_itself_later(traced: Any, device: sa.Device, stream: sa.Stream, pool
         gate.hold(freeing)
         buffer.free()
         pool.close()
-        work(session_of(device))
-        assert names(traced, DESTROY) == []
-        gate.open()
-        assert eventually(lambda: work(session_of(device)) and names(traced, DESTROY))
+        destroyed_once_open(traced, device, gate)
 
 
 @pytest.mark.parametrize("how", ["closed", "dropped", "closed before the free"])
@@ -458,10 +463,7 @@ def test_by_itself_where_the_stream_of_the_free_has_ended(traced: Any, device: s
         del stream, buffer
         gc.collect()
         pool.close()
-        work(session_of(device))
-        assert names(traced, DESTROY) == []
-        gate.open()
-        assert eventually(lambda: work(session_of(device)) and names(traced, DESTROY))
+        destroyed_once_open(traced, device, gate)
 
 
 def test_not_while_a_stream_is_captured(traced: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
