@@ -184,8 +184,8 @@ class Evictable(OwnsRange, Claimable):
         """Release all memory after the first ``mapped`` bytes, which must end with a chunk, and set :attr:`nbytes` to
         ``nbytes``. After an error the buffer is unchanged.
         """
-        # What a failed call has left may have gaps, so it is unmapped first. The chunks up to the end are adjacent: one
-        # call unmaps them all, or is refused and unmaps none.
+        # Leftovers of a failed call may have gaps, so they are unmapped first. The chunks up to the end are adjacent:
+        # one call unmaps them all, or is refused and unmaps none.
         self.release_from(self._mapped)
         before = self._mapped, self._nbytes
         # Before the unmap: if a signal handler raises during it, no size counts memory that is unmapped, and the next
