@@ -322,7 +322,9 @@ def test_a_pool_does_not_get_what_the_host_has_not_seen_freed(rig: Rig, most: in
     assert 0 < kept < most
     # The one that failed keeps what it got, and the other gets that when it grows in turn.
     assert said(rig.try_allocate(holding, 2 * most, first)) == "OUT_OF_MEMORY"
-    assert (rig.reserved(holding), rig.reserved(growing)) == (most + kept, 0)
+    assert rig.reserved(growing) == 0
+    # It also gets what other processes on the GPU have freed meanwhile.
+    assert rig.reserved(holding) >= most + kept
 
 
 class TestDefaultPool:
