@@ -22,6 +22,7 @@ import streamalloc.driver as sd
 from streamalloc.core import deferred
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from streamalloc.testing import Faults, Gate, machines
+from streamalloc.vmm.stores import blocks, disk, host
 from tests import leftovers, processes
 from tests.leftovers import pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.neighbours import FreeMemory, pytest_runtest_protocol  # noqa: F401 (a hook)
@@ -147,6 +148,18 @@ def readings_of_free_memory(on_cuda: bool) -> Iterator[None]:
         if on_cuda:
             real: Any = sd.real()
             patch.setattr(real, "cuMemGetInfo", FreeMemory(real.cuMemGetInfo))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_host_memory() -> Iterator[None]:
+    """Let tiers pin a page at a time, and four blocks between disk and device. They would pin 32 MiB and 64 MiB for the
+    few pages of a test, and the kernel fills these with zeros.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "LEAST", 2 << 20)
+        patch.setattr(host, "LEAST", 2 << 20)
+        patch.setattr(disk, "_SLOTS", 4)
         yield
 
 

@@ -25,7 +25,6 @@ from streamalloc.vmm.pages import places as places_module
 from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages.places import Page, Parking, PhysicalPages, Places
 from streamalloc.vmm.stores import host as host_module
-from streamalloc.vmm.stores.blocks import LEAST
 from streamalloc.vmm.stores.host import InMemory as Stored
 from tests.interleaving import interleaved
 from tests.processes import in_a_child
@@ -574,7 +573,7 @@ class TestTiers:
 
     @pytest.fixture
     def make(self, stream: sa.Stream) -> Callable[..., vmm.HostTier]:
-        """Makes a tier, and releases the memory of the one before, which has 64 MiB."""
+        """Makes a tier, and releases the memory of the one before."""
         made: list[vmm.HostTier] = []
 
         def begin(**options: bool) -> vmm.HostTier:
@@ -660,14 +659,17 @@ class TestTiers:
             assert len(tier._chunks) == 1
 
     @pytest.mark.parametrize("act", ["hold", "prepare"])
-    def test_memory_is_pinned_once(self, make: Callable[[], vmm.HostTier], stream: sa.Stream, act: str) -> None:
+    def test_memory_is_pinned_once(
+        self, make: Callable[[], vmm.HostTier], stream: sa.Stream, monkeypatch: pytest.MonkeyPatch, act: str
+    ) -> None:
+        monkeypatch.setattr(host_module, "LEAST", 4 * PAGE)
         held: list[Any] = []
 
         def pin(tier: vmm.HostTier) -> None:
             held.append(tier.hold([PAGE], stream) if act == "hold" else tier.prepare(PAGE, background=True))
 
         for tier in interleaved(vmm.HostTier._begin, make, pin, pin, at="line"):
-            assert tier.prepare(PAGE).result(20) == tier.reserved == LEAST
+            assert tier.prepare(PAGE).result(20) == tier.reserved == 4 * PAGE
             held.clear()
 
     def test_memory_is_prepared_when_its_future_is_done(self, make: Callable[[], vmm.HostTier]) -> None:

@@ -18,7 +18,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Gate
-from streamalloc.vmm.stores import disk_file
+from streamalloc.vmm.stores import disk, disk_file
 from tests.support import Account, end_what_was_dropped, filled, in_threads, pattern, read, shows
 from tests.vmm.support import PAGE
 
@@ -180,7 +180,7 @@ class TestContents:
                 group.wake()
             assert right(several)
             registered = [call.args for call in account.traced.calls if call.name == "cuMemHostRegister"]
-            assert [int(nbytes) for _, nbytes, _ in registered] == [16 * BLOCK]
+            assert [int(nbytes) for _, nbytes, _ in registered] == [disk._SLOTS * BLOCK]
             for buffer in several:
                 buffer.close()
         assert len(account.calls("cuMemHostUnregister")) == 1

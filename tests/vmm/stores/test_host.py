@@ -23,11 +23,19 @@ from streamalloc.vmm.stores.pinned import host_segments
 from tests.support import Account, MiB, NoHostMemory, each_raises, eventually, filled, names, pattern, read, shows
 
 PIECE = 1 << 20
+THREE = 40 * MiB
+"""A size that takes three pieces of pinned memory, with the fixture ``small_pins``."""
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_ALLOCATION", PIECE)
+
+
+@pytest.fixture
+def small_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has one call pin 16 MiB at most."""
+    monkeypatch.setattr(stores, "_BLOCKS", 8)
 
 
 def sleep_and_wake(group: vmm.SleepGroup, nbytes: int = 100) -> None:
@@ -79,8 +87,8 @@ class TestOfGroups:
             sleep_and_wake(group)
             group.backup.trim()
             before = resident()
-            group.prepare(256 * MiB)
-            assert resident() - before >= 255 * MiB
+            group.prepare(64 * MiB)
+            assert resident() - before >= 63 * MiB
             group.backup.trim()
             assert abs(resident() - before) < 16 * MiB
 
@@ -145,16 +153,16 @@ class TestWays:
             group.wake()
             assert not any(buffer.evicted for buffer in kept)
 
-    @pytest.mark.slow
+    @pytest.mark.usefixtures("small_pins")
     def test_none_is_left(self, machine: Any) -> None:
         host = NoHostMemory(machine)
         account = Account(host.driver)
         device = sa.Device(0, driver=account.driver)
-        with vmm.SleepGroup(device) as group, group.allocate(300 * MiB) as buffer, group.allocate(100) as other:
+        with vmm.SleepGroup(device) as group, group.allocate(THREE) as buffer, group.allocate(100) as other:
             filled(buffer, 1)
             filled(other, 2)
             host.begin(registered=1)
-            each_raises(sa.OutOfMemoryError, group.sleep, lambda: group.prepare(300 * MiB))
+            each_raises(sa.OutOfMemoryError, group.sleep, lambda: group.prepare(THREE))
             host.stop()
             assert not group.asleep and group.backup.used == 0
             group.sleep()
@@ -192,14 +200,14 @@ def test_a_dropped_tier_stops_no_thread(machine: Any, refused: str) -> None:
 
 
 class TestPrepare:
-    @pytest.mark.slow
+    @pytest.mark.usefixtures("small_pins")
     @pytest.mark.parametrize("background", [True, False])
     def test_a_sleep_pins_nothing_more(self, traced: Any, device: sa.Device, background: bool) -> None:
-        with vmm.SleepGroup(device) as group, group.allocate(300 * MiB) as buffer:
+        with vmm.SleepGroup(device) as group, group.allocate(THREE) as buffer:
             filled(buffer, 1)
-            assert group.prepare(background=background, most_cores=1).result(10) == 300 * MiB
-            assert group.backup.reserved == 300 * MiB and len(names(traced, "cuMemHostRegister")) == 3
-            group.prepare(200 * MiB)
+            assert group.prepare(background=background, most_cores=1).result(10) == THREE
+            assert group.backup.reserved == THREE and len(names(traced, "cuMemHostRegister")) == 3
+            group.prepare(THREE // 2)
             group.sleep()
             assert len(names(traced, "cuMemHostRegister")) == 3
             group.wake()
@@ -229,15 +237,15 @@ class TestPrepare:
                     tier.prepare(MiB, background=background, most_cores=wrong)
             assert tier.reserved == 0
 
-    @pytest.mark.slow
+    @pytest.mark.usefixtures("small_pins")
     def test_a_sleep_meanwhile(self, device: sa.Device) -> None:
-        with vmm.SleepGroup(device) as group, group.allocate(300 * MiB) as buffer:
+        with vmm.SleepGroup(device) as group, group.allocate(THREE) as buffer:
             filled(buffer, 1)
             for _ in range(3):
                 group.prepare(background=True, most_cores=1)
                 group.sleep()
                 group.wake()
-                assert shows(buffer, 1) and group.backup.reserved == 300 * MiB
+                assert shows(buffer, 1) and group.backup.reserved == THREE
                 group.backup.trim()
 
     def test_in_the_background_without_memory(self, machine: Any) -> None:
