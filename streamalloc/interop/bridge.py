@@ -45,7 +45,6 @@ from streamalloc.core.internal import (
     deferred_queue,
     may_be_captured,
     ordered_after,
-    this_thread,
     unless_busy,
     work,
 )
@@ -275,19 +274,6 @@ class Sources:
         aside.synchronize()
         return memory
 
-    def hold(self, memory: Memory) -> object:
-        """Return an object that the library is to keep while it uses ``memory``.
-
-        When this object is dropped, a pool's buffer is freed in stream order, and other memory ends as its own kind
-        does: memory of a capture stays with its graph.
-        """
-        # The finaliser of a pool's buffer leaves the free to a deferred item if the buffer's stream is a default stream
-        # and another context is current, or is a per-thread stream of another thread. `_Held` makes the free at once if
-        # possible, because the library's next allocation may need the memory. Other memory makes no such call: a cached
-        # buffer returns to its list, captured memory belongs to its graph, and virtual memory is unmapped after the
-        # work that uses it.
-        return _Held(cast("Buffer", memory)) if type(memory) is PoolBuffer else memory
-
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
         source = self.by_device.get(ordinal)
         if source is None:
@@ -309,48 +295,6 @@ class Sources:
 
     def __repr__(self) -> str:
         return ", ".join(map(repr, self.by_device.values()))
-
-
-class _Held:
-    """Object that frees a buffer when a library drops it, on any thread and with any current device.
-
-    The handle of a default stream means another stream in another context, and the handle of the per-thread default
-    stream means another stream on another thread. So the free uses the stream that the handle meant on the allocating
-    thread.
-    """
-
-    __slots__ = ("_buffer", "_thread")
-
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
-        # None means that the handle is the same stream on every thread.
-        self._thread = this_thread.number if buffer.stream.is_default else None
-
-    def __del__(self) -> None:
-        if hasattr(self, "_thread"):
-            free_dropped(self._buffer, self._thread)
-
-
-def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
-    """Free memory that a library has dropped, on the memory's stream. For finalisers.
-
-    ``thread``: number of the allocating thread, for the per-thread default stream; None: the stream is the same on all
-    threads. Takes no lock, and makes only driver calls that do not wait. The free is made at once if possible, because
-    the library's next allocation may need the memory. If the free fails, it is attempted again later.
-    """
-    session = session_of(buffer)
-    if not session.usable or buffer.freed:
-        return
-    stream = buffer.stream
-    if stream.is_default and stream.handle == PER_THREAD and thread not in (None, this_thread.number):
-        free_after_all(FreeAfterAll(buffer))
-        return
-    if not (stream.is_default and may_be_captured(stream)):
-        # In relaxed capture mode the free invalidates no capture of other code.
-        with contextlib.suppress(CudaError, ClosedError), session.relaxed():
-            buffer.free()
-            return
-    deferred_queue(session).submit(FreeAfterAll(buffer))
 
 
 def free_after_all(item: FreeAfterAll) -> None:
@@ -489,8 +433,8 @@ class Ledger:
 
     def __init__(self, sources: Sources) -> None:
         self.sources: Sources = sources
-        self._held: dict[int, tuple[Memory, int, int]] = {}
-        """Memory by address, each with the number of the allocating thread and the handle of the stream."""
+        self._held: dict[int, tuple[Memory, int]] = {}
+        """Memory by address, each with the handle of the stream."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -502,7 +446,7 @@ class Ledger:
         memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
         if address:
-            self._held[address] = memory, this_thread.number, handle
+            self._held[address] = memory, handle
         return address
 
     def __contains__(self, address: int) -> bool:
@@ -517,23 +461,19 @@ class Ledger:
         held = self._held.pop(address, None)
         if held is None:
             return 0
-        memory, thread, own = held
-        nbytes = memory.nbytes
-        same = handle is None or handle == own or (handle or LEGACY) == (own or LEGACY)
-        if same and type(memory) is CachedBuffer:
-            # When the buffer's last reference is dropped here, its finaliser returns the block to the cache.
-            return nbytes
+        memory, own = held
+        nbytes, session = memory.nbytes, self.sources.session
+        same = handle is None or (handle or LEGACY) == (own or LEGACY)
         if not isinstance(memory, Buffer):
             # The last references to the memory must be dropped first: only then is the unmap of virtual memory in the
             # queue of deferred releases. `work` then attempts the unmap, so that the memory is free before the next
             # request.
             del held, memory
-            work(self.sources.session)
-        elif same or handle is None:
-            free_dropped(memory, thread)
-        elif self.sources.session.usable:
+            work(session)
+        # The finaliser of such a buffer frees the memory on the stream of the allocation, and raises nothing.
+        elif session.usable and not (same and type(memory) in (PoolBuffer, CachedBuffer)):
             try:
-                memory.free(self.sources._use(ordinal, handle, None)[2])
+                memory.free(None if same else self.sources._use(ordinal, cast("int", handle), None)[2])
             except CudaError:
-                deferred_queue(self.sources.session).submit(FreeAfterAll(memory))
+                deferred_queue(session).submit(FreeAfterAll(memory))
         return nbytes

@@ -104,7 +104,7 @@ def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable
 def _allocator(cupy: Any, sources: Sources) -> Any:
     get_stream, get_device = cupy.cuda.get_current_stream, cupy.cuda.device.get_device_id
     pointer, unowned = cupy.cuda.MemoryPointer, cupy.cuda.UnownedMemory
-    take, hold, own = sources.allocate, sources.hold, cupy.cuda.Stream
+    take, own = sources.allocate, cupy.cuda.Stream
 
     def allocate(nbytes: int) -> Any:
         stream, ordinal = get_stream(), get_device()
@@ -115,7 +115,7 @@ def _allocator(cupy: Any, sources: Sources) -> Any:
         except OutOfMemoryError as error:
             total = -1 if error.used is None else error.used
             raise cupy.cuda.memory.OutOfMemoryError(nbytes, total, error.limit or 0) from error
-        return pointer(unowned(memory.address, nbytes, hold(memory), ordinal), 0)
+        return pointer(unowned(memory.address, nbytes, memory, ordinal), 0)
 
     return allocate
 

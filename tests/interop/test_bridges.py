@@ -685,7 +685,7 @@ def test_a_capture_mode_that_the_driver_refuses(
     raised: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
     sources = Sources([pool])
-    held = sources.hold(sources.allocate(512, 0, stream.handle))
+    held = sources.allocate(512, 0, stream.handle)
     faults.fail("cuThreadExchangeStreamCaptureMode", result="CUDA_ERROR_UNKNOWN")
     del held
     stream.synchronize()

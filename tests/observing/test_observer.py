@@ -438,7 +438,7 @@ class TestHooks:
         told: list[int] = []
         source = cache if cached else pool
         with sa.observe(source, on_free=lambda one: told.append(one.nbytes)) as observer:
-            held = Sources([source]).hold(source.allocate(8, stream))
+            held = Sources([source]).allocate(8, 0, stream.handle)
             del held
             assert told == []
             assert observer.live == () and 8 in told

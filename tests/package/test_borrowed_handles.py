@@ -232,7 +232,7 @@ def _by_a_bridge(world: World, memory: sa.Memory, stream: int) -> None:
     for source in (pool, sa.CachingAllocator(pool)):
         for owner in (None, world):
             sources = interop.bridge.Sources([source])
-            held = [sources.hold(sources.allocate(100_000, 0, handle, owner)) for handle in (stream, 0, stream)]
+            held = [sources.allocate(100_000, 0, handle, owner) for handle in (stream, 0, stream)]
             held.clear()
             ledger = interop.bridge.Ledger(sources)
             ledger.free(ledger.allocate(100_000, 0, stream, owner), 0, world.other)
