@@ -32,7 +32,7 @@ class Bank:
         self._shared: tuple[Usage, int] | None = None
 
     def share(self, usage: Usage, number: int) -> None:
-        """Record the bytes that this process uses in ``usage``, a table that all processes of the machine read.
+        """Record the bytes that this process uses in ``usage``, a file that all processes of the machine read.
 
         From then on, :attr:`free` subtracts the bytes of the other processes. ``number``: the bank's index in
         ``usage``.
@@ -42,7 +42,7 @@ class Bank:
 
     @property
     def used(self) -> int:
-        """Number of bytes that this process uses. Assigning a value also records it in the shared table."""
+        """Number of bytes that this process uses. Assigning a value also records it in the shared file."""
         return self._used
 
     @used.setter

@@ -4,19 +4,15 @@ all processes of a named machine.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import fcntl
 import hashlib
 import mmap
 import os
 import re
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from streamalloc.formats.locks import is_locked, lock
 from streamalloc.simulator.constants import HIDDEN, NOWHERE, Place
 from streamalloc.simulator.errors import undo_by
 from streamalloc.simulator.memory import Physical
@@ -124,7 +120,7 @@ class Labels:
         return Label(kind, self.machine, os.urandom(8).hex(), there, compression)
 
     def own(self, kind: str, place: Place = NOWHERE) -> Label:
-        """Return the label of a file with cuMemAlloc memory, events or the usage table.
+        """Return the label of a file with cuMemAlloc memory, events or usage.
 
         Other processes open such a file in /proc, by the id of this process and the number of the file descriptor.
         """
@@ -158,103 +154,65 @@ class Labels:
 
 
 HOST_BANK = 63
-"""Index of the word of the host in a slot. The words of the devices come before it, in the order of the devices'
-numbers in the machine.
+"""Index of the word of the host in a file of :class:`Usage`. The words of the devices come before it, in the order of
+the devices' numbers in the machine.
 """
-_BANKS, _SLOTS, _WORD = 64, 1024, 8
-_HIGHEST = _SLOTS * _BANKS
-"""Index of the word after all slots. It has the number of the highest slot that was ever taken, plus 1, so that no
-slots above need to be read.
-"""
-_BYTES = (_HIGHEST + 1) * _WORD
-_PATIENCE = 10.0
-_LIST = "/proc/net/unix"
+_BANKS, _WORD = 64, 8
 
 
 class Usage:
-    """Slot of one machine object in the usage table of its machine, an anonymous file that all processes of the machine
-    map.
+    """Number of bytes that one machine object uses of each device and of the host, in an anonymous file that all
+    processes of the machine can map.
 
-    A slot has the number of bytes that the machine object uses of each device and of the host. A process locks its
-    slot, so the slot is free when the process ends. Other processes find the table by the name of an abstract socket:
-    it contains the id of a process and its descriptor of the table. The socket ends with the process.
+    Other processes find the file by the name of an abstract socket, which contains the id of the process and its
+    descriptor of the file. The socket ends with the process.
     """
 
     def __init__(self, labels: Labels) -> None:
-        with _alone(labels.machine):
-            self._fd = _open_table(labels)
-            with undo_by(os.close, self._fd):
-                self._words = words = memoryview(mmap.mmap(self._fd, _BYTES)).cast("Q")
-                self._slot = next(slot for slot in range(_SLOTS) if not is_locked(self._fd, slot))
-                lock(self._fd, self._slot, fcntl.F_WRLCK)
-                words[_HIGHEST] = max(words[_HIGHEST], self._slot + 1)
-                words[self._slot * _BANKS : (self._slot + 1) * _BANKS] = memoryview(bytes(_BANKS * _WORD)).cast("Q")
-                self._name = _bound(f"streamalloc:usage:{labels.machine}:{os.getpid()}:{self._fd}")
+        physical = Physical(str(labels.own("usage")), _BANKS * _WORD)
+        with undo_by(physical.close):
+            physical.seal()
+            self._physical = physical
+            self._words = memoryview(mmap.mmap(physical.fd, _BANKS * _WORD)).cast("Q")
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._prefix = f"streamalloc:usage:{labels.machine}:"
+            # The number of the machine object tells apart files that had the same descriptor, one after the other.
+            self._name = f"{os.getpid()}:{physical.fd}:{labels.owner:x}"
+            self._socket.bind(f"\0{self._prefix}{self._name}")
+        self._others: dict[str, Sequence[int]] = {}
+        """Words of the other machine objects, by the last part of the name of their sockets."""
 
     def put(self, bank: int, used: int) -> None:
         """Record ``used``, the number of bytes that this machine object uses of the bank with the index ``bank``."""
-        self._words[self._slot * _BANKS + bank] = max(used, 0)
+        self._words[bank] = max(used, 0)
 
     def others(self, bank: int) -> int:
         """Return the bytes of the bank with the index ``bank`` that all other machine objects use, in this and other
         processes.
         """
-        found = 0
-        for slot in range(self._words[_HIGHEST]):
-            used = self._words[slot * _BANKS + bank]
-            # The object's own slot is skipped, because a process cannot detect its own lock.
-            if used and is_locked(self._fd, slot):
-                found += used
-        return found
+        with open("/proc/net/unix", encoding="utf-8", errors="replace") as lines:
+            names = re.findall(rf"@{self._prefix}(\d+:\d+:\w+)$", lines.read(), re.MULTILINE)
+        others = {name: self._others.get(name) or self._open(name) for name in names if name != self._name}
+        self._others = others
+        return sum(words[bank] for words in others.values())
+
+    def _open(self, name: str) -> Sequence[int]:
+        """Return the words of another machine object; zeros if its file cannot be opened. ``name``: last part of the
+        name of its socket.
+        """
+        process, fd, _ = name.split(":")
+        own = reach(int(process), int(fd), lambda label: f"streamalloc:{label.kind}:{label.machine}:" == self._prefix)
+        if own is None:
+            return (0,) * _BANKS
+        try:
+            return memoryview(mmap.mmap(own, _BANKS * _WORD)).cast("Q")
+        finally:
+            os.close(own)
 
     def close(self) -> None:
-        """Leave the slot. A forked child may still hold the lock, so the bytes of the slot are set to 0."""
+        """Remove the file. A forked child may still have the socket and the file, so the words are set to 0."""
         for bank in range(_BANKS):
             self.put(bank, 0)
-        self._name.close()
+        self._socket.close()
         self._words.release()  # The release also unmaps the file.
-        os.close(self._fd)
-
-
-def _bound(name: str) -> socket.socket:
-    """Return an abstract socket with this name, which other processes can find. Linux closes it when the process ends.
-
-    Raises ``OSError`` (EADDRINUSE) if another socket has the name.
-    """
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-    with undo_by(made.close):
-        made.bind(f"\0{name}")
-    return made
-
-
-@contextlib.contextmanager
-def _alone(machine: str) -> Iterator[None]:
-    """Keep other processes from creating the usage table within the ``with`` block. Raises ``OSError`` after 10 s of
-    waiting.
-    """
-    end = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            held = _bound(f"streamalloc:starting:{machine}")
-            break
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
-                raise
-            time.sleep(0.001)
-    with held:
-        yield
-
-
-def _open_table(labels: Labels) -> int:
-    """Open the usage table of another process or machine object; if there is none, make a table. Returns its file
-    descriptor.
-    """
-    with open(_LIST, encoding="utf-8", errors="replace") as lines:
-        found = re.findall(rf"@streamalloc:usage:{labels.machine}:(\d+):(\d+)$", lines.read(), re.MULTILINE)
-    for process, fd in found:
-        own = reach(int(process), int(fd), lambda label: (label.kind, label.machine) == ("usage", labels.machine))
-        if own is not None:
-            return own
-    physical = Physical(str(labels.own("usage")), _BYTES)
-    physical.seal()
-    return physical.fd
+        self._physical.close()

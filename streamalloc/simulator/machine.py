@@ -69,8 +69,8 @@ class Machine:
             device.primary = self.create_context(device, primary=True)
         self.allocations: allocations.AllocationTable = allocations.AllocationTable()
         self._usage: Usage | None = None
-        """Slot of this machine object in the usage table of its machine; None without a name, and before ``cuInit``: a
-        forked child may be the first to initialise the driver, and then needs a slot of its own.
+        """File with the memory that this machine object uses; None without a name, and before ``cuInit``: a forked
+        child may be the first to initialise the driver, and then needs a file of its own.
         """
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: allocations.Managed = allocations.Managed(banks, self.allocations)
@@ -103,7 +103,7 @@ class Machine:
 
     def see_devices(self) -> None:
         """Find the devices that ``CUDA_VISIBLE_DEVICES`` makes visible to this process, at ``cuInit``. A machine with a
-        name takes a slot in the usage table.
+        name records the memory that it uses in a file, which the other processes of the machine read.
 
         Files, links and attributes keep the machine's device numbers. Gives CUDA_ERROR_NO_DEVICE if no device is
         visible, and CUDA_ERROR_INVALID_DEVICE if a device is named twice.

@@ -99,7 +99,7 @@ def test_memory_of_a_process_that_was_killed_is_free(rig: Rig, other: Other) -> 
     for peer in peers:
         peer.kill()
     assert free(rig) == before
-    other()  # takes a slot of those that have gone
+    other()
     assert free(rig)[0] == before[0] - 64
 
 
