@@ -30,13 +30,12 @@ from streamalloc.checker.ranges import AddressMap, Bytes, Piece, Range
 from streamalloc.checker.streams import ForeignStreams, is_readable
 from streamalloc.driver.bindings import WAIT_COMPARISONS, number_of
 from streamalloc.driver.reports import Stack
+from streamalloc.formats.ranges import Runs
 
 
 class Typed(NamedTuple):
-    """Interval of bytes whose elements have one type, as offsets in physical memory."""
+    """Type of the elements that a write has stored."""
 
-    start: int
-    end: int
     dtype: np.dtype[Any]
     stack: Stack
     """Place of the write in the program."""
@@ -68,9 +67,9 @@ class ElementTypes:
             self.read(number_of(source), nbytes, target.dtype, what)
         else:
             for piece, memory, start, end in self._places(number_of(source), nbytes):
-                for one in self._within(memory, start, end):
-                    first = piece[1] + max(one.start, start) - start - number_of(source) + number_of(target)
-                    self.wrote(first, min(one.end, end) - max(one.start, start), one.dtype, one.stack)
+                for low, high, one in self._within(memory, start, end):
+                    first = piece[1] + low - start - number_of(source) + number_of(target)
+                    self.wrote(first, high - low, one.dtype, one.stack)
 
     def wrote(self, address: int, nbytes: int, dtype: np.dtype[Any], stack: Stack) -> None:
         """Record a write of ``nbytes`` bytes at ``address``, as elements of type ``dtype``. Elements of one byte, and
@@ -78,8 +77,9 @@ class ElementTypes:
         """
         if _is_type(dtype):
             for _, memory, start, end in self._places(address, nbytes):
-                _cut(memory, start, end)
-                memory.types = (*memory.types, Typed(start, end, dtype, stack, self.unseen))
+                if memory.types is None:
+                    memory.types = Runs(None)
+                memory.types.put(start, end, Typed(dtype, stack, self.unseen))
 
     def read(self, address: int, nbytes: int, dtype: np.dtype[Any], what: str) -> None:
         """Report a read of elements as ``dtype`` that were written as another type; the first such part only. Unsigned
@@ -91,7 +91,7 @@ class ElementTypes:
         if not _is_type(dtype):
             return
         for (range_, *_), memory, start, end in self._places(address, nbytes):
-            for one in self._within(memory, start, end):
+            for _, _, one in self._within(memory, start, end):
                 if not _fit(one.dtype, dtype):
                     what = f"{what} reads {range_} as {dtype}, but it was written as {one.dtype}."
                     remedy = f"read it as {one.dtype}, or as bytes (uint8) where the pattern is meant."
@@ -105,27 +105,18 @@ class ElementTypes:
         for (range_, low, high), write in pieces:
             if write:
                 for memory, start, end in range_.physical(low, high):
-                    _cut(memory, start, end)
+                    if memory.types is not None:
+                        memory.types.put(start, end, None)
 
-    def _within(self, memory: Bytes, start: int, end: int) -> list[Typed]:
-        return [one for one in memory.types if one.start < end and start < one.end and one.unseen == self.unseen]
+    def _within(self, memory: Bytes, start: int, end: int) -> list[tuple[int, int, Typed]]:
+        runs = () if memory.types is None else memory.types.over(start, end)
+        return [(low, high, one) for low, high, one in runs if one is not None and one.unseen == self.unseen]
 
     def _places(self, address: int, nbytes: int) -> Iterable[tuple[Piece, Bytes, int, int]]:
         for piece in self._addresses.pieces(address, nbytes):
             if piece[0].ended is None:
                 for memory, start, end in piece[0].physical(*piece[1:]):
                     yield piece, memory, start, end
-
-
-def _cut(memory: Bytes, start: int, end: int) -> None:
-    """Remove the types of the elements from ``start`` up to ``end`` in a memory."""
-    if memory.types:
-        memory.types = tuple(
-            one._replace(start=low, end=high)
-            for one in memory.types
-            for low, high in ((one.start, min(one.end, start)), (max(one.start, end), one.end))
-            if low < high
-        )
 
 
 def _is_type(dtype: np.dtype[Any]) -> bool:

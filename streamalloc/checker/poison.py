@@ -13,6 +13,7 @@ from streamalloc.checker.ranges import Range
 from streamalloc.checker.rules.memory import granted, mappings
 from streamalloc.checker.state import State
 from streamalloc.driver.bindings import cuda, number_of
+from streamalloc.formats.ranges import Intervals
 
 ALLOCATED, FREED = 0xCB, 0xDB
 """Bytes with which allocated and freed memory is filled."""
@@ -102,15 +103,12 @@ class Poison:
         writers = [device for device, rights in granted(descriptors).items() if rights == _WRITE]
         contexts: list[Any] = [one.context for one, device in self._state.streams.devices.items() if device in writers]
         for one in mappings(self._state, number_of(address), int(size)) if contexts else ():
-            fresh, one.bytes.fresh = one.bytes.fresh, ()
-            start, end = one.offset, one.offset + one.size
-            for low, high in fresh:
-                first, last = max(low, start), min(high, end)
-                if first < last:
-                    with self._under(contexts[0]):
-                        self._now(one.base + first - start, last - first, ALLOCATED)
-                left = ((low, min(high, start)), (max(low, end), high))
-                one.bytes.fresh += tuple(part for part in left if part[0] < part[1])
+            fresh, start, end = one.bytes.fresh or Intervals(), one.offset, one.offset + one.size
+            parts = fresh.within(start, end)
+            fresh.remove(start, end)
+            for low, high in parts:
+                with self._under(contexts[0]):
+                    self._now(one.base + low - start, high - low, ALLOCATED)
 
     @contextlib.contextmanager
     def _under(self, context: Any) -> Iterator[None]:

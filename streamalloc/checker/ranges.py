@@ -8,17 +8,15 @@ are compared.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamalloc.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
 from streamalloc.checker.report import Notes
 from streamalloc.driver.reports import Stack, function_of
-from streamalloc.formats.ranges import Extent, RangeMap
+from streamalloc.formats.ranges import Extent, Intervals, RangeMap, Runs
 from streamalloc.formats.sizes import size_text
 
 NEVER = 1 << 62
@@ -71,21 +69,15 @@ class Access(RecordedOperation):
         """Whether the operation is atomic, so that it does not race with other atomic operations."""
 
 
-@dataclass(eq=False, slots=True)
-class _Segment:
-    """Interval of bytes that have the same uses: the last write, and the reads after it, by actor number."""
+class _Uses(NamedTuple):
+    """Uses that some bytes have in common."""
 
-    start: int
-    end: int
-    write: Access | None = None
-    reads: dict[int, Access] = field(default_factory=dict)
-
-    def cut(self, at: int) -> tuple[_Segment, _Segment]:
-        """Split the segment at the offset ``at``. Returns the segment before ``at`` and the segment after it."""
-        return _Segment(self.start, at, self.write, self.reads), _Segment(at, self.end, self.write, self.reads.copy())
+    write: Access | None
+    """The last write."""
+    reads: dict[int, Access]
+    """The reads after it, by actor number. A further read makes a new dictionary."""
 
 
-_start = attrgetter("start")
 Order = Callable[[Clock, int, int], int]
 """Function of a clock, the number of an actor and a time, as :meth:`.Timeline.order`."""
 Forget = Callable[[dict[int, Access]], object]
@@ -94,18 +86,17 @@ Forget = Callable[[dict[int, Access]], object]
 
 @dataclass(eq=False, slots=True)
 class Bytes:
-    """Physical memory, with the latest uses of each interval of its bytes."""
+    """Physical memory, with the latest uses of each of its bytes, by offset."""
 
     number: int = field(default_factory=count().__next__)
     """Number of the memory. Memory that was made later has a higher number."""
     shared: bool = False
     """Whether other processes may have the memory mapped."""
-    fresh: tuple[tuple[int, int], ...] = ()
-    """Intervals of the memory to which no device has had access yet, as tuples of start and end offset."""
-    types: tuple[Any, ...] = ()
-    """Intervals with the types of their elements, see :mod:`streamalloc.checker.contents`."""
-    _segments: list[_Segment] = field(default_factory=list)
-    """Intervals in the order of their starts. They do not overlap."""
+    fresh: Intervals | None = None
+    """Parts of the memory to which no device has had access yet; None if that is unknown."""
+    types: Runs[Any] | None = None
+    """Types of the elements, see :mod:`streamalloc.checker.contents`; None if no types were recorded."""
+    uses: Runs[_Uses] = field(default_factory=lambda: Runs(_Uses(None, {})))
 
     def record_access(
         self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget
@@ -117,18 +108,13 @@ class Bytes:
         objects of one actor and time belong to one operation, and are not ordered. ``forget`` is called with a long
         table of reads, and removes those for which the host has waited.
         """
-        segments = self._segments
-        if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
-            chosen = segments
-        else:
-            chosen = self._between(start, end)
         found: dict[Access, int] = {}
-        number, time, write = access.actor.number, access.time, access.write
-        for segment in chosen:
-            before = segment.write
-            earlier: Iterable[Access] = () if before is None else (before,)
-            if write and segment.reads:
-                earlier = (*earlier, *segment.reads.values())
+        number, time, written = access.actor.number, access.time, _Uses(access, {})
+
+        def record(before: _Uses) -> _Uses:
+            earlier = [] if before.write is None else [before.write]
+            if access.write:
+                earlier += before.reads.values()
             for one in earlier:
                 if one.actor.number != number:
                     ordered = order(clock, one.actor.number, one.time)
@@ -136,61 +122,31 @@ class Bytes:
                         found[one] = ordered
                 elif one.time == time and one is not access:
                     found[one] = UNORDERED
-            if write:
-                segment.write = access
-                if segment.reads:
-                    segment.reads = {}
-            else:
-                segment.reads[number] = access
-                if len(segment.reads) > MANY_USERS:
-                    forget(segment.reads)
-        if write and len(chosen) > 1:
-            first = bisect_left(segments, start, key=_start)
-            segments[first : first + len(chosen)] = [_Segment(start, end, access)]
+            if access.write:
+                return written
+            reads = {**before.reads, number: access}
+            if len(reads) > MANY_USERS:
+                forget(reads)
+            return _Uses(before.write, reads)
+
+        self.uses.change(start, end, record)
         return list(found.items())
 
     def writes(self, start: int, end: int) -> list[Access]:
         """Return the latest writes of the bytes from ``start`` up to ``end``."""
-        return [one.write for one in self._overlapping(start, end) if one.write is not None]
+        return [one.write for _, _, one in self.uses.over(start, end) if one.write is not None]
 
     def reads(self, start: int, end: int) -> list[Access]:
         """Return the reads of the bytes from ``start`` up to ``end`` since their latest writes."""
-        return [read for one in self._overlapping(start, end) for read in one.reads.values()]
+        return [read for _, _, one in self.uses.over(start, end) for read in one.reads.values()]
 
     def is_unused(self, at: int) -> bool:
         """Whether no recorded use has read or written the byte at offset ``at``."""
-        before = bisect_right(self._segments, at, key=_start) - 1
-        return before < 0 or self._segments[before].end <= at
+        return not (self.writes(at, at + 1) or self.reads(at, at + 1))
 
     def unwritten(self, start: int, end: int) -> int:
         """Return the number of bytes from ``start`` up to ``end`` that were never written."""
-        written = (one for one in self._overlapping(start, end) if one.write is not None)
-        return end - start - sum(min(one.end, end) - max(one.start, start) for one in written)
-
-    def _overlapping(self, start: int, end: int) -> list[_Segment]:
-        return [one for one in self._segments if one.start < end and start < one.end]
-
-    def _between(self, start: int, end: int) -> list[_Segment]:
-        """Return segments that cover exactly the bytes from ``start`` up to ``end``: segments at both ends are split,
-        and gaps are filled with new segments.
-        """
-        segments = self._segments
-        at = bisect_right(segments, start, key=_start) - 1
-        if at < 0 or segments[at].end <= start:
-            at += 1
-        elif segments[at].start < start:
-            segments[at : at + 1] = segments[at].cut(start)
-            at += 1
-        first, position = at, start
-        while position < end:
-            if at == len(segments) or segments[at].start > position:
-                upto = end if at == len(segments) else min(end, segments[at].start)
-                segments.insert(at, _Segment(position, upto))
-            elif segments[at].end > end:
-                segments[at : at + 1] = segments[at].cut(end)
-            position = segments[at].end
-            at += 1
-        return segments[first:at]
+        return sum(high - low for low, high, one in self.uses.over(start, end) if one.write is None)
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""Ranges of addresses, and a table that finds the range that contains an address."""
+"""Ranges of addresses, a table that finds the range that contains an address, and values and sets of addresses."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 
@@ -68,3 +69,73 @@ class RangeMap(Generic[E]):
         bases = self._bases[bisect_right(self._bases, start) : bisect_left(self._bases, end)]
         later = [one for base in bases if (one := self.at.get(base)) is not None]
         return [first, *later] if first is not None and first.base < end else later
+
+
+V = TypeVar("V")
+
+
+class Runs(Generic[V]):
+    """A value for each address, stored once for each run of adjacent addresses that have equal values."""
+
+    def __init__(self, value: V) -> None:
+        self._starts = [0]
+        self._values = [value]
+
+    def change(self, start: int, end: int, change: Callable[[V], V]) -> None:
+        """Replace the value of each address from ``start`` up to ``end`` by ``change(value)``."""
+        first, last, values = self._split(start), self._split(end), self._values
+        for at in range(first, last):
+            values[at] = change(values[at])
+        for at in range(last, max(first - 1, 0), -1):
+            if values[at] == values[at - 1]:
+                del self._starts[at], values[at]
+
+    def put(self, start: int, end: int, value: V) -> None:
+        """Give each address from ``start`` up to ``end`` the value ``value``."""
+        self.change(start, end, lambda _: value)
+
+    def _split(self, at: int) -> int:
+        """Make a run begin at address ``at``, if none does. Returns the run's index."""
+        number = bisect_left(self._starts, at)
+        if number == len(self._starts) or self._starts[number] != at:
+            self._starts.insert(number, at)
+            self._values.insert(number, self._values[number - 1])
+        return number
+
+    def over(self, start: int, end: int) -> Iterator[tuple[int, int, V]]:
+        """Yield start, end and value of each run between ``start`` and ``end``. The first and the last run are cut to
+        this range.
+        """
+        first, last = bisect_right(self._starts, start) - 1, bisect_left(self._starts, end)
+        bounds = [start, *self._starts[first + 1 : last], end]
+        return zip(bounds, bounds[1:], self._values[first:last], strict=False)
+
+
+class Intervals(Runs[bool]):
+    """Set of addresses. Iteration yields a tuple for each range, in order: its first address, and the first address
+    after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(False)
+
+    def add(self, start: int, end: int) -> None:
+        """Add the addresses from ``start`` up to ``end``."""
+        self.put(start, end, True)
+
+    def remove(self, start: int, end: int) -> None:
+        """Remove the addresses from ``start`` up to ``end``."""
+        self.put(start, end, False)
+
+    def covers(self, start: int, end: int) -> bool:
+        """Whether all addresses from ``start`` up to ``end`` are in the set."""
+        at = bisect_right(self._starts, start) - 1
+        return self._values[at] and self._starts[at + 1] >= end
+
+    def within(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the ranges of the set between ``start`` and ``end``, as iteration yields them."""
+        return [(low, high) for low, high, there in self.over(start, end) if there]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        runs = zip(self._starts, self._starts[1:], self._values, strict=False)
+        return ((start, end) for start, end, there in runs if there)

@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from streamalloc.formats.ranges import Extent, RangeMap
+from streamalloc.formats.ranges import Extent, RangeMap, Runs
 from streamalloc.simulator.allocator import Block
 from streamalloc.simulator.banks import Banks
 from streamalloc.simulator.constants import BLOCK, Place, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.graph_memory import GraphHeap
-from streamalloc.simulator.memory import FREED, Physical, ReservedExtent, Runs, is_accessible
+from streamalloc.simulator.memory import FREED, Physical, ReservedExtent, is_accessible
 from streamalloc.simulator.physical import MappedExtent
 from streamalloc.simulator.pool import OpenedPool, Pool
 

@@ -14,17 +14,15 @@ import fcntl
 import functools
 import mmap
 import os
-from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
 from ctypes import c_int, c_long, c_size_t, c_void_p
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from streamalloc.driver.processes import mapped_ranges
-from streamalloc.formats.ranges import Extent
+from streamalloc.formats.ranges import Extent, Intervals
 from streamalloc.simulator.constants import CHUNK
 from streamalloc.simulator.errors import undo_by
 
@@ -134,60 +132,6 @@ class Physical:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-V = TypeVar("V")
-
-
-class Runs(Generic[V]):
-    """A value for each address, stored once for each run of adjacent addresses that have equal values."""
-
-    def __init__(self, value: V) -> None:
-        self._starts = [0]
-        self._values = [value]
-
-    def change(self, start: int, end: int, change: Callable[[V], V]) -> None:
-        """Replace the value of each address from ``start`` up to ``end`` by ``change(value)``."""
-        first, last = self._split(start), self._split(end)
-        self._values[first:last] = map(change, self._values[first:last])
-        for at in range(last, max(first - 1, 0), -1):
-            if self._values[at] == self._values[at - 1]:
-                del self._starts[at], self._values[at]
-
-    def _split(self, at: int) -> int:
-        """Make a run begin at address ``at``, if none does. Returns the run's index."""
-        number = bisect_left(self._starts, at)
-        if self._starts[number : number + 1] != [at]:
-            self._starts.insert(number, at)
-            self._values.insert(number, self._values[number - 1])
-        return number
-
-    def over(self, start: int, end: int) -> list[V]:
-        """Return the values of the addresses from ``start`` up to ``end``, one for each run."""
-        return self._values[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, end)]
-
-
-class Intervals(Runs[bool]):
-    """Set of addresses. Iteration yields a tuple for each range, in order: its first address, and the first address
-    after it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(False)
-
-    def add(self, start: int, end: int) -> None:
-        self.change(start, end, lambda _: True)
-
-    def remove(self, start: int, end: int) -> None:
-        self.change(start, end, lambda _: False)
-
-    def covers(self, start: int, end: int) -> bool:
-        at = bisect_right(self._starts, start) - 1
-        return self._values[at] and self._starts[at + 1] >= end
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        runs = zip(self._starts, self._starts[1:], self._values, strict=False)
-        return ((start, end) for start, end, there in runs if there)
 
 
 class Addresses:

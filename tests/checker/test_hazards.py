@@ -51,8 +51,8 @@ def test_intervals_agree_with_single_bytes(
             else:
                 reads[at][stream.number] = access
         assert found == expected
-    starts = [one.start for one in memory._segments]
-    assert starts == sorted(starts)
+    bounds = [(low, high) for low, high, _ in memory.uses.over(0, LENGTH)]
+    assert [0, *(high for _, high in bounds)] == [*(low for low, _ in bounds), LENGTH]
 
 
 def test_ranges_take_the_place_of_others() -> None:
@@ -84,7 +84,7 @@ def test_many_readers_leave_nothing_that_the_host_knows() -> None:
         calls.driver.used(1 << 20, 8, stream, False)
         calls.driver.cuStreamSynchronize(stream)
     found = calls.driver.state.addresses.find(1 << 20)
-    assert len(found.last) < 100 and len(found.bytes._segments[0].reads) < 100
+    assert len(found.last) < 100 and len(found.bytes.reads(0, 8)) < 100
     calls.use(0)
     assert calls.kinds() == []
 

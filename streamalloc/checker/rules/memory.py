@@ -17,6 +17,7 @@ from streamalloc.checker.streams import beside_captures, rights_of_process
 from streamalloc.checker.uses import After, Answer, Arguments, Steps, ends, rules, run_before
 from streamalloc.driver.bindings import cuda, number_of, opaque_bytes
 from streamalloc.driver.reports import from_package
+from streamalloc.formats.ranges import Intervals
 
 _FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
@@ -359,7 +360,8 @@ def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
     location = args[1].location
     device = int(location.id) if int(location.type) == _DEVICE else None
     made = state.physical[int(answer[1])] = TrackedMemory(int(args[0]), state.place(), device)
-    made.bytes.fresh = ((0, made.size),)
+    made.bytes.fresh = Intervals()
+    made.bytes.fresh.add(0, made.size)
 
 
 def _releases(state: State, name: str, args: Arguments, answer: Answer) -> None:

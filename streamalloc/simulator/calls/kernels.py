@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.block_kernel import COPY_MOST, BlockCopies
+from streamalloc.formats.ranges import Intervals
 from streamalloc.simulator import arguments, call_lock, kernels
 from streamalloc.simulator.allocations import LiveMemory, is_reachable
 from streamalloc.simulator.arguments import Device, Function, Int, Kernel, Link, Module, NamedFunction, UnsignedInt
@@ -29,7 +30,7 @@ from streamalloc.simulator.errors import Fault, Result, check, need, not_modelle
 from streamalloc.simulator.graphs import Values
 from streamalloc.simulator.kernels import BINARIES
 from streamalloc.simulator.machine import Machine
-from streamalloc.simulator.memory import Intervals, is_accessible
+from streamalloc.simulator.memory import is_accessible
 from streamalloc.simulator.profiles import MachineSpec
 from streamalloc.simulator.scheduler import HostFunction, Operation, Stream
 

@@ -389,7 +389,8 @@ class MemoryCalls(VirtualMemoryCalls):
 
     def _read_range(self, size: int, attribute: Any, address: int, count: int) -> Any:
         check(count)
-        advice = allocations.pages_of(self._managed(address, count)).over(address, address + count)
+        pages = allocations.pages_of(self._managed(address, count))
+        advice = [one for _, _, one in pages.over(address, address + count)]
         name = attribute.name.removeprefix("CU_MEM_RANGE_ATTRIBUTE_")
         if name == "ACCESSED_BY":
             check(size and size % _INT == 0)
