@@ -17,7 +17,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import cupti
 from streamalloc.cupti import gate, library
-from streamalloc.cupti.gate import _CODE, C_CALLBACK, Gate, _executable, machine_code
+from streamalloc.cupti.gate import C_CALLBACK, Gate, _executable, listing, machine_code
 from streamalloc.cupti.kernels import Kernel
 from streamalloc.cupti.layouts import layout
 from streamalloc.cupti.recording import Recording
@@ -404,12 +404,12 @@ def gated() -> Gated:
 def test_the_listing_has_the_instructions_of_its_bytes(tmp_path: Path) -> None:
     if shutil.which("objdump") is None:
         pytest.skip("no objdump")
-    (tmp_path / "code").write_bytes(machine_code(_CODE))
+    (tmp_path / "code").write_bytes(machine_code())
     command = ["objdump", "-D", "-b", "binary", "-m", "i386:x86-64", "-M", "intel", "--insn-width=12"]
     shown = subprocess.run([*command, str(tmp_path / "code")], capture_output=True, text=True, check=True).stdout
     rows = [line.split("\t") for line in shown.partition("<.data>:")[2].strip().splitlines()]
     assert [(int(at.strip(" :"), 16), " ".join(text.split())) for at, _, text in rows] == [
-        (int(line[:2], 16), line[31:].partition(";")[0].strip()) for line in _CODE.strip().splitlines()
+        (int(line[:2], 16), line[31:].partition(";")[0].strip()) for line in listing()
     ]
 
 
