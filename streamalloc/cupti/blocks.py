@@ -21,9 +21,9 @@ judgement. While only one stream has work, nothing is judged, and older uses are
 from __future__ import annotations
 
 import functools
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import NamedTuple, cast
 
@@ -35,6 +35,7 @@ from streamalloc.cupti.kernels import Kernel
 from streamalloc.cupti.operators import Operand
 from streamalloc.cupti.subscription import DriverCall
 from streamalloc.driver.internal import Stack
+from streamalloc.formats.ranges import Extent, RangeMap
 
 ALLOCATED, FREED, SEGMENT = "allocated", "freed", "segment"
 
@@ -157,12 +158,15 @@ class Use(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Block:
+class _Block(Extent):
     event: Event
-    stream: TrackedStream
-    previous: list[Range]
+    base: int
+    size: int
+    stream: TrackedStream | None = None
+    """Stream of the block; None until a call uses the block. So are the next two fields unknown until then."""
+    previous: list[Range] = field(default_factory=list)
     """Freed blocks that overlap this block's addresses, and that streams other than their own have used."""
-    is_fresh: bool
+    is_fresh: bool = False
     """Whether no call has used the block yet."""
     place: Stack = ()
     """Place in the program of the first call that used the block."""
@@ -173,11 +177,6 @@ class _Block:
     """Latest use. It is compared, so that a launch with several addresses in the block counts only once."""
     range: Range | None = None
     """Record of the uses for the checker's judge; None until a stream other than the block's own uses the block."""
-    end: int = 0
-    """Address after the last byte of the block."""
-
-    def __post_init__(self) -> None:
-        self.end = self.event.address + self.event.nbytes
 
 
 class Blocks:
@@ -185,12 +184,8 @@ class Blocks:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._live: dict[int, Event | _Block] = {}
-        """Live blocks by address. A block that no call has used is an :class:`Event`, which is cheaper than a
-        ``_Block``.
-        """
-        self._bases: list[int] = []
-        """Addresses of live blocks, in ascending order."""
+        self._live: RangeMap[_Block] = RangeMap()
+        """Live blocks by address."""
         self._streams: dict[int, TrackedStream] = {}
         """Streams by handle. Destroyed streams are kept, because their uses are judged later."""
         self._gone = AddressMap(state.notes)
@@ -259,34 +254,21 @@ class Blocks:
 
     def _happened(self, event: Event) -> None:
         if event.kind == ALLOCATED:
-            if event.address not in self._live:
-                insort(self._bases, event.address)
-            self._live[event.address] = event
-        elif event.kind == FREED:
-            block = self._live.pop(event.address, None)
-            at = bisect_right(self._bases, event.address) - 1
-            if at >= 0 and self._bases[at] == event.address:
-                del self._bases[at]
-            if isinstance(block, _Block) and block.range is not None:
+            self._live.add(_Block(event, event.address, event.nbytes))
+        elif event.kind == FREED and (block := self._live.at.get(event.address)) is not None:
+            self._live.remove(block)
+            if block.range is not None and block.stream is not None:
                 block.range.ended = RecordedOperation(block.stream, f"{event.owner}'s allocator", event.place())
                 self._gone.add(block.range)
 
     def _find(self, address: int) -> _Block | None:
-        found = self._live.get(address)
-        if found is None:
-            at = bisect_right(self._bases, address) - 1
-            found = self._live.get(self._bases[at]) if at >= 0 else None
-        if isinstance(found, Event):
-            event = found
-            end = event.address + event.nbytes
-            if address >= end:
-                return None
-            previous = self._gone.overlapping(event.address, end)
-            for one in previous:
+        found = self._live.find(address)
+        if found is not None and found.stream is None:
+            found.stream, found.is_fresh = self._stream(found.event.stream), found.event.time > self._known_from
+            found.previous = self._gone.overlapping(found.base, found.end)
+            for one in found.previous:
                 self._gone.remove(one)
-            is_fresh = event.time > self._known_from
-            found = self._live[event.address] = _Block(event, self._stream(event.stream), previous, is_fresh)
-        return found if found is not None and address < found.end else None
+        return found
 
     def _used(self, use: Use) -> None:
         for low, high, write in use.parts:
