@@ -5,16 +5,11 @@ A *driver* is an object that has the functions of ``cuda.bindings.driver`` with 
 :func:`traced`, :func:`checked` and :func:`faulty` wrap any driver.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from streamalloc.driver.errors import DriverMisuseError, DriverNotFoundError, ForkedProcessError
+from streamalloc.driver.protocol import Checked, Driver
+from streamalloc.driver.reports import Hazard
 from streamalloc.driver.selection import checked, default, real, set_default, simulated, use
-
-if TYPE_CHECKING:
-    from streamalloc.driver.protocol import Checked, Driver
-    from streamalloc.driver.reports import Hazard
-    from streamalloc.driver.wrappers import Call, Faulty, Traced, faulty, traced
+from streamalloc.driver.wrappers import Call, Faulty, Traced, faulty, traced
 
 __all__ = [
     "Call",
@@ -37,21 +32,5 @@ __all__ = [
 ]
 
 
-# Modules that are imported on first use, to keep the import of this package fast.
-_LATER = {
-    "Hazard": "reports",
-    **dict.fromkeys(("Checked", "Driver"), "protocol"),
-    **dict.fromkeys(("Call", "Faulty", "Traced", "faulty", "traced"), "wrappers"),
-}
-
-
 def __dir__() -> list[str]:
     return [*__all__]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        found = getattr(importlib.import_module(f"streamalloc.driver.{_LATER[name]}"), name)
-        globals()[name] = found
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

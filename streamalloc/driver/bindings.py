@@ -17,6 +17,8 @@ from typing import Any
 from cuda.bindings import __version__ as _version
 from cuda.bindings import driver as cuda
 
+from streamalloc.formats.lazy_numpy import np
+
 BINDINGS_VERSION: str = _version
 
 _ADDED = {
@@ -189,8 +191,6 @@ def number_of(value: Any) -> int:
     if hasattr(value, "__array_interface__"):
         return int(value.__array_interface__["data"][0])
     if isinstance(value, (bytes, bytearray, memoryview)):
-        import numpy as np  # Imported here, because it is slow to import.
-
         return int(np.frombuffer(value, np.uint8).ctypes.data) if len(value) else 0
     return int(value)
 

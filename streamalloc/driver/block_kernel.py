@@ -13,10 +13,12 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+from streamalloc.formats.lazy_numpy import np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 COPY_KERNEL, COPY_MANY = "streamalloc_copy_blocks", "streamalloc_copy_many_blocks"
 """Names of the kernel in its module: the version with 4 KiB of parameters, and the version with 32 KiB."""

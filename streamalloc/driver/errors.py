@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from streamalloc.driver.reports import Hazard
+from streamalloc.driver.reports import Hazard
 
 
 class DriverMisuseError(AssertionError):

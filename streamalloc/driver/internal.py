@@ -1,8 +1,5 @@
 """Private names of ``driver`` that other areas of the package may import."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from streamalloc.driver.account import COUNTED, SETTLERS, HandleCounts
 from streamalloc.driver.bindings import (
     BINDINGS_VERSION,
@@ -19,29 +16,12 @@ from streamalloc.driver.bindings import (
     runtime,
     version_that_added,
 )
+from streamalloc.driver.block_kernel import COPY_KERNEL, COPY_MOST, block_copies, copy_ptx
 from streamalloc.driver.errors import PreventedCallError
 from streamalloc.driver.locks import Lock, RLock, ThreadLocal
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
+from streamalloc.driver.processes import address_space_limit, for_children, imex_channels
+from streamalloc.driver.protocol import MemoryListener
+from streamalloc.driver.reports import LIBRARIES, Stack, described, here, line_of, lines, place_of
 from streamalloc.driver.selection import as_asked, choice_of, default_of_threads, default_or_simulated, read_choice
-
-if TYPE_CHECKING:
-    from streamalloc.driver.block_kernel import COPY_KERNEL, COPY_MOST, block_copies, copy_ptx
-    from streamalloc.driver.processes import address_space_limit, for_children, imex_channels
-    from streamalloc.driver.protocol import MemoryListener
-    from streamalloc.driver.reports import LIBRARIES, Stack, described, here, line_of, lines, place_of
-    from streamalloc.driver.wrappers import Wrapper
-
-# Imported on first use, to keep the package's import fast.
-_LATER = {
-    **dict.fromkeys(("COPY_KERNEL", "COPY_MOST", "block_copies", "copy_ptx"), "block_kernel"),
-    **dict.fromkeys(("address_space_limit", "imex_channels", "for_children"), "processes"),
-    "MemoryListener": "protocol",
-    "Wrapper": "wrappers",
-    **dict.fromkeys(("LIBRARIES", "Stack", "described", "here", "line_of", "lines", "place_of"), "reports"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"streamalloc.driver.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+from streamalloc.driver.wrappers import Wrapper

@@ -14,7 +14,6 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeAlias
@@ -262,6 +261,9 @@ class Hazard:
         return [("what", f"{self.what}{luck}"), ("remedy", self.remedy), *found]
 
     def _repr_html_(self) -> str:
+        # html is imported here, because its table of entities would take a tenth of the package's import time.
+        from html import escape
+
         rows = self._texts()
         cells = [f"<tr><td>{name}</td><td style='text-align:left'>{escape(text)}</td></tr>" for name, text in rows]
         for name, stack in self.places:

@@ -10,14 +10,12 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
 from streamalloc.driver.errors import DriverNotFoundError
 from streamalloc.driver.parent import configuration, parent_test
-
-if TYPE_CHECKING:
-    from streamalloc.driver.protocol import Checked, Driver, On
+from streamalloc.driver.protocol import Checked, Driver, On
 
 _FACTORIES = {"checked": "streamalloc.checker:CheckedDriver", "simulated": "streamalloc.simulator:SimulatedDriver"}
 """Functions that make drivers, as text ``module:name``. The modules are imported on first use, because this package

@@ -20,7 +20,7 @@ PACKAGE = Path(streamalloc.__file__).parent
 
 # From the bottom to the top. Each part may take from those before it.
 LAYERS = (
-    "driver", "formats", "simulator", "checker", "cupti", "core", "pool", "vmm", "ipc", "multicast", "observing",
+    "formats", "driver", "simulator", "checker", "cupti", "core", "pool", "vmm", "ipc", "multicast", "observing",
     "interop", "traces", "plots", "testing", "cli",
 )  # fmt: skip
 # Rooms of one place take nothing from each other.
