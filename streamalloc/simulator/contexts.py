@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import mmap
 import os
 import re
 import string
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +15,10 @@ from streamalloc.simulator.allocator import Block
 from streamalloc.simulator.banks import Bank, Heap, Regions
 from streamalloc.simulator.call_lock import Caller
 from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, EventFlag, Handles, new_handle
-from streamalloc.simulator.errors import Fault, Result, check, undo_by
+from streamalloc.simulator.errors import Fault, Result, check
+from streamalloc.simulator.files import WORD, SharedWords
 from streamalloc.simulator.graph_memory import DeviceGraphMemory
+from streamalloc.simulator.memory import Physical
 from streamalloc.simulator.scheduler import Clock, Mark, Operation, Points, Scheduler, Stream, Until, learn, merge
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -278,30 +277,21 @@ class Context:
 # process dies before it marks a number, the number is not done until the 15th later record, which uses its word again,
 # is done; on hardware never (observed on H200, test_sharing: whoever waits for a killed process waits forever).
 
-_WORD = 8
 _SLOT_WORDS = 16
 _RING = _SLOT_WORDS - 1
 """Number of records of an event that have a word of their own. An older record counts as done once the newer record
 that uses its word is done.
 """
 TABLE_EVENTS = 8192
-TABLE_BYTES = TABLE_EVENTS * _SLOT_WORDS * _WORD
+TABLE_BYTES = TABLE_EVENTS * _SLOT_WORDS * WORD
 
 
-class EventTable:
-    """Events that one process shares, in a file that other processes map.
+class EventTable(SharedWords):
+    """Events that one process shares, in a file that other processes map."""
 
-    The object owns ``fd``, a descriptor of the file, until ``close()`` or until it is garbage-collected.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, physical: Physical) -> None:
+        super().__init__(physical, TABLE_EVENTS * _SLOT_WORDS)
         self.taken: int = 0
-        with undo_by(os.close, fd):
-            self.words: memoryview = memoryview(mmap.mmap(fd, TABLE_BYTES)).cast("Q")
-        self.close: Callable[[], object]
-        self.close = finalizer = weakref.finalize(self, _close, self.words, fd)
-        finalizer.atexit = False
 
     def take(self) -> SharedEvent:
         """Return a new event. The table must not be full.
@@ -311,22 +301,6 @@ class EventTable:
         """
         self.taken += 1
         return SharedEvent(self, self.taken - 1)
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes from changing the table within the ``with`` block. Linux releases the lock of a killed
-        process.
-        """
-        fcntl.flock(self.fd, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
-
-
-def _close(words: memoryview, fd: int) -> None:
-    words.release()  # The release also unmaps the file.
-    os.close(fd)
 
 
 class SharedEvent:

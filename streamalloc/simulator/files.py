@@ -4,15 +4,18 @@ all processes of a named machine.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import mmap
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from streamalloc.formats.locks import lock
 from streamalloc.simulator.constants import HIDDEN, NOWHERE, Place
 from streamalloc.simulator.errors import undo_by
 from streamalloc.simulator.memory import Physical
@@ -153,14 +156,53 @@ class Labels:
         return reach(process, fd, lambda label: label[:3] == expected)
 
 
+class SharedWords:
+    """``count`` words of 64 bits in an anonymous file that several processes map.
+
+    The object owns ``physical`` until ``close()`` or until it is garbage-collected.
+    """
+
+    def __init__(self, physical: Physical, count: int) -> None:
+        self.physical = physical
+        self._locked = 0
+        with undo_by(physical.close):
+            self.words: memoryview[int] = memoryview(mmap.mmap(physical.fd, count * WORD)).cast("Q")
+        self.close: Callable[[], object]
+        self.close = finalizer = weakref.finalize(self, _close, self.words, physical)
+        finalizer.atexit = False
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes, and other objects of this process, from changing the words within the ``with`` block.
+        Reentrant. Linux releases the lock of a process that dies.
+        """
+        if not self._locked:
+            lock(self.physical.fd, _CHANGING, fcntl.F_WRLCK, wait=True)
+        self._locked += 1
+        try:
+            yield
+        finally:
+            self._locked -= 1
+            if not self._locked:
+                lock(self.physical.fd, _CHANGING, fcntl.F_UNLCK)
+
+
+def _close(words: memoryview[int], physical: Physical) -> None:
+    words.release()  # The release also unmaps the file.
+    physical.close()
+
+
+WORD, _CHANGING = 8, 0
+"""Size of a word in bytes, and the byte of the file that is locked while a process changes the words."""
+
 HOST_BANK = 63
 """Index of the word of the host in a file of :class:`Usage`. The words of the devices come before it, in the order of
 the devices' numbers in the machine.
 """
-_BANKS, _WORD = 64, 8
+_BANKS = 64
 
 
-class Usage:
+class Usage(SharedWords):
     """Number of bytes that one machine object uses of each device and of the host, in an anonymous file that all
     processes of the machine can map.
 
@@ -169,22 +211,19 @@ class Usage:
     """
 
     def __init__(self, labels: Labels) -> None:
-        physical = Physical(str(labels.own("usage")), _BANKS * _WORD)
-        with undo_by(physical.close):
-            physical.seal()
-            self._physical = physical
-            self._words = memoryview(mmap.mmap(physical.fd, _BANKS * _WORD)).cast("Q")
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-            self._prefix = f"streamalloc:usage:{labels.machine}:"
-            # The number of the machine object tells apart files that had the same descriptor, one after the other.
-            self._name = f"{os.getpid()}:{physical.fd}:{labels.owner:x}"
-            self._socket.bind(f"\0{self._prefix}{self._name}")
-        self._others: dict[str, Sequence[int]] = {}
+        super().__init__(Physical(str(labels.own("usage")), _BANKS * WORD), _BANKS)
+        self.physical.seal()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._prefix = f"streamalloc:usage:{labels.machine}:"
+        # The number of the machine object tells apart files that had the same descriptor, one after the other.
+        self._name = f"{os.getpid()}:{self.physical.fd}:{labels.owner:x}"
+        self._socket.bind(f"\0{self._prefix}{self._name}")
+        self._others: dict[str, SharedWords] = {}
         """Words of the other machine objects, by the last part of the name of their sockets."""
 
     def put(self, bank: int, used: int) -> None:
         """Record ``used``, the number of bytes that this machine object uses of the bank with the index ``bank``."""
-        self._words[bank] = max(used, 0)
+        self.words[bank] = max(used, 0)
 
     def others(self, bank: int) -> int:
         """Return the bytes of the bank with the index ``bank`` that all other machine objects use, in this and other
@@ -192,27 +231,21 @@ class Usage:
         """
         with open("/proc/net/unix", encoding="utf-8", errors="replace") as lines:
             names = re.findall(rf"@{self._prefix}(\d+:\d+:\w+)$", lines.read(), re.MULTILINE)
-        others = {name: self._others.get(name) or self._open(name) for name in names if name != self._name}
-        self._others = others
-        return sum(words[bank] for words in others.values())
+        found = ((name, self._others.get(name) or self._open(name)) for name in names if name != self._name)
+        self._others = {name: words for name, words in found if words is not None}
+        return sum(one.words[bank] for one in self._others.values())
 
-    def _open(self, name: str) -> Sequence[int]:
-        """Return the words of another machine object; zeros if its file cannot be opened. ``name``: last part of the
+    def _open(self, name: str) -> SharedWords | None:
+        """Return the words of another machine object; None if its file cannot be opened. ``name``: last part of the
         name of its socket.
         """
         process, fd, _ = name.split(":")
         own = reach(int(process), int(fd), lambda label: f"streamalloc:{label.kind}:{label.machine}:" == self._prefix)
-        if own is None:
-            return (0,) * _BANKS
-        try:
-            return memoryview(mmap.mmap(own, _BANKS * _WORD)).cast("Q")
-        finally:
-            os.close(own)
+        return None if own is None else SharedWords(Physical.adopt(own), _BANKS)
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Remove the file. A forked child may still have the socket and the file, so the words are set to 0."""
         for bank in range(_BANKS):
             self.put(bank, 0)
         self._socket.close()
-        self._words.release()  # The release also unmaps the file.
-        self._physical.close()
+        self.close()

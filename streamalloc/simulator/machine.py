@@ -144,7 +144,7 @@ class Machine:
     def _release(self) -> None:
         self.banks.arenas.close()
         if self._usage is not None:
-            self._usage.close()
+            self._usage.leave()
 
     # -- contexts --------------------------------------------------------------------------------------------
 

@@ -8,20 +8,18 @@ objects was never observed on hardware; the model follows NVIDIA's documentation
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from streamalloc.formats.locks import is_locked, lock
 from streamalloc.simulator.allocations import LiveMemory
 from streamalloc.simulator.constants import Location, Place
 from streamalloc.simulator.errors import DeadlockError, Result, check, need, not_modelled, undo_by
-from streamalloc.simulator.files import Label, reach
+from streamalloc.simulator.files import WORD, Label, SharedWords, reach
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import Physical, ReservedExtent, window
 from streamalloc.simulator.physical import CreatedMemory, Mappable, Properties
@@ -36,11 +34,10 @@ _FIRST_ADDED = 16
 _FIRST_RECORD = 512
 _RECORD_WORDS = 16
 _MAX_RECORDS = 4096
-_WORD = 8
-_BYTES = (_FIRST_RECORD + _MAX_RECORDS * _RECORD_WORDS) * _WORD
+_WORDS = _FIRST_RECORD + _MAX_RECORDS * _RECORD_WORDS
 
-# Offsets in the file of the bytes whose locks have a meaning (:class:`MulticastTable`).
-_CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2
+# Offsets in the file of further bytes whose locks have a meaning (:class:`MulticastTable`).
+_EXPORTED, _FIRST_HOLDER = 1, 2
 
 
 class TeamBinding(NamedTuple):
@@ -68,10 +65,10 @@ class TeamBinding(NamedTuple):
 
 
 def _word(number: int) -> Any:
-    return property(lambda table: table._words[number])
+    return property(lambda table: table.words[number])
 
 
-class MulticastTable:
+class MulticastTable(SharedWords):
     """Table of a multicast object: an anonymous file that all processes with the object map.
 
     Every handle of the object, in any process, is a *holder* of the table. A holder opens the file again (``physical``)
@@ -89,45 +86,24 @@ class MulticastTable:
     """Whether this holder has exported a fabric handle. If so, new holders may appear at any time."""
 
     def __init__(self, physical: Physical) -> None:
-        self.physical = physical
-        self._locked = 0
-        with undo_by(physical.close):
-            self._words = memoryview(mmap.mmap(physical.fd, _BYTES)).cast("Q")
-            with self.locked():
-                self._words[_HOLDERS] += 1
-                self.holder: int = self._words[_HOLDERS]
-            lock(physical.fd, _FIRST_HOLDER + self.holder, fcntl.F_WRLCK, wait=True)
+        super().__init__(physical, _WORDS)
+        with self.locked():
+            self.words[_HOLDERS] += 1
+            self.holder: int = self.words[_HOLDERS]
+        lock(physical.fd, _FIRST_HOLDER + self.holder, fcntl.F_WRLCK, wait=True)
 
     @classmethod
     def create(cls, name: str, devices: int, size: int, handle_types: int) -> MulticastTable:
-        physical = Physical(name, _BYTES)
+        physical = Physical(name, _WORDS * WORD)
         physical.seal()
         table = cls(physical)
-        table._words[_DEVICES], table._words[_SIZE], table._words[_HANDLE_TYPES] = devices, size, handle_types
+        table.words[_DEVICES], table.words[_SIZE], table.words[_HANDLE_TYPES] = devices, size, handle_types
         return table
 
     @classmethod
     def open(cls, fd: int) -> MulticastTable:
         """Return the table of the file ``fd``, as a new holder. The caller keeps the descriptor."""
         return cls(Physical.adopt(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)))
-
-    # -- locks -----------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other holders from changing the table within the ``with`` block. Reentrant.
-
-        Linux releases the lock of a holder that dies.
-        """
-        if not self._locked:
-            lock(self.physical.fd, _CHANGING, fcntl.F_WRLCK, wait=True)
-        self._locked += 1
-        try:
-            yield
-        finally:
-            self._locked -= 1
-            if not self._locked:
-                lock(self.physical.fd, _CHANGING, fcntl.F_UNLCK)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -157,7 +133,7 @@ class MulticastTable:
         """Numbers of the devices that were added by any process, in the order of their addition
         (:meth:`.Labels.number`).
         """
-        return tuple(self._words[_FIRST_ADDED : _FIRST_ADDED + self._words[_ADDED]])
+        return tuple(self.words[_FIRST_ADDED : _FIRST_ADDED + self.words[_ADDED]])
 
     def add(self, device: int, has_slot: bool) -> bool:
         """Add a device to the team. Returns False if it was added before, or if the team is complete already.
@@ -169,10 +145,10 @@ class MulticastTable:
             added = self.devices
             if device in added or len(added) == self.device_count:
                 return False
-            self._words[_FIRST_ADDED + len(added)] = device
-            self._words[_ADDED] += 1
-            if self._words[_ADDED] == self.device_count:
-                self._words[_STATE] = FORMED if has_slot else NO_SLOT
+            self.words[_FIRST_ADDED + len(added)] = device
+            self.words[_ADDED] += 1
+            if self.words[_ADDED] == self.device_count:
+                self.words[_STATE] = FORMED if has_slot else NO_SLOT
             return True
 
     # -- bindings --------------------------------------------------------------------------------------------
@@ -180,7 +156,7 @@ class MulticastTable:
     def bindings(self) -> list[TeamBinding]:
         """Return the bindings of live holders, in the order of their offsets."""
         with self.locked():
-            found = [binding for binding in map(self._read, range(self._words[_RECORDS])) if binding.number]
+            found = [binding for binding in map(self._read, range(self.words[_RECORDS])) if binding.number]
         alive = {holder: self.is_alive(holder) for holder in {binding.holder for binding in found}}
         return sorted((one for one in found if alive[one.holder]), key=lambda binding: binding.offset)
 
@@ -190,14 +166,14 @@ class MulticastTable:
         """
         with self.locked():
             live = {binding.number for binding in self.bindings()}
-            count = self._words[_RECORDS]
+            count = self.words[_RECORDS]
             # The record of a dead process may be used again.
             place = next((place for place in range(count) if self._read(place).number not in live), count)
             if place == _MAX_RECORDS:
                 return None
-            self._words[_RECORDS] = max(count, place + 1)
-            self._words[_NUMBERS] += 1
-            number = self._words[_NUMBERS]
+            self.words[_RECORDS] = max(count, place + 1)
+            self.words[_NUMBERS] += 1
+            number = self.words[_NUMBERS]
             binding = TeamBinding(number, self.holder, os.getpid(), fd, serial, device, offset, start, size)
             self._write(place, binding)
             return binding
@@ -208,8 +184,7 @@ class MulticastTable:
     def leave(self) -> None:
         """Remove this holder of the table, and all bindings that it has made."""
         self._forget(lambda binding: binding.holder == self.holder)
-        self._words.release()  # The file is unmapped with this object.
-        self.physical.close()
+        self.close()
 
     def _forget(self, which: Callable[[TeamBinding], bool]) -> None:
         # The block has no loop: on Python 3.12 and newer, an exception of a signal handler in a loop can leave the lock
@@ -218,17 +193,17 @@ class MulticastTable:
             self._clear(which)
 
     def _clear(self, which: Callable[[TeamBinding], bool]) -> None:
-        for place in range(self._words[_RECORDS]):
+        for place in range(self.words[_RECORDS]):
             if which(self._read(place)):
                 self._write(place, TeamBinding(*(0,) * len(TeamBinding._fields)))
 
     def _read(self, place: int) -> TeamBinding:
         first = _FIRST_RECORD + place * _RECORD_WORDS
-        return TeamBinding(*self._words[first : first + len(TeamBinding._fields)])
+        return TeamBinding(*self.words[first : first + len(TeamBinding._fields)])
 
     def _write(self, place: int, binding: TeamBinding) -> None:
         for word, value in enumerate(binding, _FIRST_RECORD + place * _RECORD_WORDS):
-            self._words[word] = value
+            self.words[word] = value
 
 
 _OF_A_TEAM = Place(Location.DEVICE, -1)

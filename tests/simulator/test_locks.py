@@ -12,6 +12,7 @@ from streamalloc.simulator.calls.copies import PlannedCopy
 from streamalloc.simulator.calls.multicast import Gather, Update
 from streamalloc.simulator.contexts import _RING, TABLE_BYTES, EventTable, SharedEvent
 from streamalloc.simulator.errors import Fault
+from streamalloc.simulator.memory import Physical
 from streamalloc.simulator.multicast import MulticastMemory, MulticastTable, TeamBinding
 from streamalloc.simulator.runtime import Functions
 from tests.interleaving import interleaved
@@ -152,7 +153,8 @@ def test_each_recording_of_an_event_has_a_number(finish: bool) -> None:
         os.truncate(fd, TABLE_BYTES)
         other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         numbers.clear()
-        return SharedEvent(EventTable(fd), 0), SharedEvent(EventTable(other), 0)
+        first, second = (EventTable(Physical.adopt(one)) for one in (fd, other))
+        return SharedEvent(first, 0), SharedEvent(second, 0)
 
     def record(which: int) -> Callable[[tuple[SharedEvent, SharedEvent]], object]:
         if finish:

@@ -398,14 +398,14 @@ class SharingCalls(VirtualMemoryCalls):
         self.current()
         check(event.flags & EventFlag.INTERPROCESS and not event.opened, Result.CUDA_ERROR_INVALID_HANDLE)
         shared = event.shared or event.share(self._new_event())
-        data = pack("event", os.getpid(), shared.table.fd, shared.index, self.labels.owner)
+        data = pack("event", os.getpid(), shared.table.physical.fd, shared.index, self.labels.owner)
         return opaque_struct("CUipcEventHandle", data)
 
     def _new_event(self) -> SharedEvent:
         if not self._own_tables or self._own_tables[-1].taken == TABLE_EVENTS:
             physical = Physical(str(self.labels.own("events")), TABLE_BYTES)
             physical.seal()
-            self._own_tables.append(self.banks.arenas.own(EventTable(physical.fd)))
+            self._own_tables.append(self.banks.arenas.own(EventTable(physical)))
         return self._own_tables[-1].take()
 
     def cuIpcOpenEventHandle(self, handle: Any) -> Any:
@@ -425,5 +425,5 @@ class SharingCalls(VirtualMemoryCalls):
             # no longer exists.
             not_modelled(not os.path.exists(f"/proc/{process}"), "opening an event of a process that has ended")
             own = need(self.labels.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
-            table = self._tables[process, fd, owner] = self.banks.arenas.own(EventTable(own))
+            table = self._tables[process, fd, owner] = self.banks.arenas.own(EventTable(Physical.adopt(own)))
         return SharedEvent(table, index)
