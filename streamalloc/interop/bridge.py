@@ -227,6 +227,7 @@ class Sources:
         """Whether some source has memory that, once dropped, is released only in later calls of this package
         (:func:`work`), such as virtual memory.
         """
+        self._submitted = deferred_queue(self.session).submitted
         self._last: dict[int, _Used] = {}
         """Stream on which the library last allocated, by device ordinal."""
 
@@ -265,6 +266,10 @@ class Sources:
         if used is None or used[0] != handle or used[1] is not owner:
             used = self._use(ordinal, handle, owner)
         _, _, stream, allocate = used
+        if stream.thread is not None and self._submitted:
+            # The finaliser of a buffer that the library dropped on another thread has left the free to the queue.
+            # Without this call the pool would grow until the device is full.
+            work(self.session)
         if in_capture or stream.is_default or not may_be_captured(stream):
             return allocate(nbytes, stream)
         # The memory must be usable at once, also by captured work, so the host waits. The wait is short: the package's

@@ -234,6 +234,18 @@ class TestOrder:
             del mine
             assert used(pool) == 0
 
+    def test_a_drop_on_another_thread_makes_room_for_the_next_request(
+        self, get: Get, pool: sa.MemoryPool, by_handle: ByHandle
+    ) -> None:
+        """Also if the program calls nothing else of the package."""
+        library = get("cupy")
+        ptds = library.module.cuda.Stream.ptds
+        with library.use(pool, callbacks=True):
+            for _ in range(4):
+                box = [library.make(N, ptds)]
+                in_threads(box.clear)
+                assert by_handle.figure("USED_MEM_CURRENT") <= 2 * N
+
     @pytest.mark.parametrize("source", ["pool", "cache"])
     def test_small_numba_arrays_are_freed_together(self, get: Get, machine: Any, source: str) -> None:
         """However many streams are known, and also if the host never synchronises."""
