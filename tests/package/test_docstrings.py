@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,14 @@ def examples(text: str) -> str:
 
 
 @functools.cache
+def _fields(module: str) -> dict[str, set[str]]:
+    """By class of a module: the attributes whose types it writes where it sets them."""
+    pieces = re.split(r"^class (\w+)", Path(inspect.getfile(sys.modules[module])).read_text(), flags=re.MULTILINE)
+    found = (re.findall(r"\n        self\.([a-z]\w*): ", text) for text in pieces[2::2])
+    return dict(zip(pieces[1::2], map(set, found), strict=True))
+
+
+@functools.cache
 def names() -> dict[str, Key]:
     """Entries by their full names, and by those of their attributes."""
     found: dict[str, Key] = {}
@@ -66,8 +75,8 @@ def names() -> dict[str, Key]:
         found[f"{module}.{name}"] = (module, name)
         if inspect.isclass(thing):
             fields = {one for kind in thing.__mro__ for one in (*dir(kind), *vars(kind).get("__annotations__", ()))}
-            sources = [inspect.getsource(kind) for kind in thing.__mro__ if kind.__module__.startswith("streamalloc.")]
-            fields |= {one for text in sources for one in re.findall(r"\n        self\.([a-z]\w*): ", text)}
+            ours = [kind for kind in thing.__mro__ if kind.__module__.startswith("streamalloc.")]
+            fields = fields.union(*(_fields(kind.__module__)[kind.__name__] for kind in ours))
             found |= dict.fromkeys((f"{module}.{name}.{one}" for one in fields), (module, name))
     return found
 
@@ -127,7 +136,8 @@ def test_each_entry_has_an_example_or_leads_to_one() -> None:
         for key, text in entries.items()
     }
     good = {key[:2] for key, text in texts().items() if examples(text)}
-    good |= {key for key in entries if re.search(rf"\b{key[1]}\b", _ON_PAGES)}
+    words = set(re.findall(r"\w+", _ON_PAGES))
+    good |= {key for key in entries if key[1] in words}
 
     def leads(key: Key, seen: frozenset[Key]) -> bool:
         for link in links[key]:
@@ -143,6 +153,7 @@ def test_each_entry_has_an_example_or_leads_to_one() -> None:
     assert lost == []
 
 
+@functools.cache
 def _beside_the_lists() -> str:
     """README, pages without the lists of the reference, notebooks and examples."""
     texts = [_LIST.sub("", page.read_text()) for page in PROGRAMS if page.stem != "changelog"]
@@ -153,8 +164,8 @@ def _beside_the_lists() -> str:
 
 def test_each_entry_is_on_a_page() -> None:
     """Beside the lists: a name that no page needs is private, or goes."""
-    text = _beside_the_lists()
-    assert [key for key in texts() if len(key) == 2 and not re.search(rf"\b{key[1]}\b", text)] == []
+    words = set(re.findall(r"\w+", _beside_the_lists()))
+    assert [key for key in texts() if len(key) == 2 and key[1] not in words] == []
 
 
 def functions() -> Iterator[tuple[str, Any]]:
@@ -172,6 +183,7 @@ def functions() -> Iterator[tuple[str, Any]]:
 def test_each_option_is_written_somewhere() -> None:
     """Each named argument with a default, on a page or in an example: otherwise it goes."""
     text = _beside_the_lists() + "".join(map(examples, texts().values()))
+    written = {one for pair in re.findall(r"\b(\w+) ?=|`(\w+)`", text) for one in pair}
     options = [
         (path, one.name)
         for path, function in functions()
@@ -179,8 +191,7 @@ def test_each_option_is_written_somewhere() -> None:
         if one.kind is one.KEYWORD_ONLY and one.default is not one.empty and not one.name.startswith("_")
     ]
     assert len(options) > 200
-    lost = [(path, one) for path, one in options if not re.search(rf"\b{one} ?=|`{one}`", text)]
-    assert lost == []
+    assert [(path, one) for path, one in options if one not in written] == []
 
 
 class Loose(doctest.OutputChecker):
