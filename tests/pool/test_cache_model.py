@@ -69,7 +69,9 @@ class Cache(RuleBasedStateMachine):
         self.undo = contextlib.ExitStack()
         self.undo.enter_context(device.current())
         self.pool = self.undo.enter_context(sa.MemoryPool(device))
-        self.host = self.undo.enter_context(sa.MemoryPool(sa.MemLocation.host(), driver=driver))
+        self.host = self.undo.enter_context(
+            sa.MemoryPool(sa.MemLocation.host(), driver=driver, release_threshold=KEEP)
+        )
         self.host.set_access(device, sa.MemAccess.READWRITE)
         self.make = functools.partial(kind, self.pool)
         self.cache = self.make()
@@ -310,15 +312,16 @@ class Cache(RuleBasedStateMachine):
 @pytest.mark.timeout(300)  # beside other work on the machine
 @pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
 @pytest.mark.parametrize(
-    ("kind", "allowance"), [(sa.CachingAllocator, 0), (vmm.ExpandableCache, 1.03), (vmm.ExpandableCache, 0)]
+    ("kind", "allowance", "examples"),
+    [(sa.CachingAllocator, 0, 50), (vmm.ExpandableCache, 1.03, 30), (vmm.ExpandableCache, 0, 30)],
 )
 def test_a_cache_beside_a_model(
-    machine: Any, kind: type[sa.CachingAllocator], allowance: float, monkeypatch: pytest.MonkeyPatch
+    machine: Any, kind: type[sa.CachingAllocator], allowance: float, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without an allowance, an expandable cache moves memory, within and between streams, wherever it can."""
     monkeypatch.setattr(expandable, "_ALLOWANCE", allowance)
     make: Any = functools.partial(Cache, machine, kind)
-    run_state_machine_as_test(make, settings=workout(50, 40))
+    run_state_machine_as_test(make, settings=workout(examples, 40))
 
 
 # -- pools: what is used, what lies where, what stays reserved ---------------------------------------------------------
