@@ -474,19 +474,19 @@ def keeper(tmp_path: Path) -> Iterator[KeeperProcess]:
 WRONG = ["", "FDNAME", "FDNAME=a", "FDSTORE=1", "FDSTORE=1\nFDNAME=b", "FDSTOREREMOVE=1", "FDSTOREREMOVE=1\nFDNAME=b"]
 
 
-@pytest.mark.parametrize("state", WRONG)
-def test_messages_of_another_form(keeper: KeeperProcess, tmp_path: Path, state: str) -> None:
+def test_messages_of_another_form(keeper: KeeperProcess, tmp_path: Path) -> None:
     """Nothing of them is done, and the keeper serves on: the same connection, or the next one."""
-    read, write = map(ipc.Fd, os.pipe())
-    with read, write:
-        keeper.send("FDSTORE=1\nFDNAME=a", read)
-        keeper.send(state, *([write] * (2 if "FDSTORE=1" in state else 1)))
-        keeper.close()
-        again = KeeperProcess(tmp_path / "keeper")
-        ((name, fd),) = again.passed()
-        with fd:
-            assert name == "a" and os.path.sameopenfile(fd.fileno(), read.fileno())
-        again.close()
+    for state in WRONG:
+        read, write = map(ipc.Fd, os.pipe())
+        with read, write:
+            keeper.send("FDSTORE=1\nFDNAME=a", read)
+            keeper.send(state, *([write] * (2 if "FDSTORE=1" in state else 1)))
+            keeper.close()
+            keeper = KeeperProcess(tmp_path / "keeper")
+            ((name, fd),) = keeper.passed()
+            with fd:
+                assert name == "a" and os.path.sameopenfile(fd.fileno(), read.fileno()), state
+    keeper.close()
 
 
 def test_a_keeper_that_refuses_a_message_ends(keeper: KeeperProcess, tmp_path: Path) -> None:
@@ -503,32 +503,32 @@ def test_a_keeper_that_refuses_a_message_ends(keeper: KeeperProcess, tmp_path: P
         assert not list(following.take())
 
 
-@pytest.mark.parametrize("cut", range(12))
-def test_a_server_is_killed_in_a_change(keeper: KeeperProcess, tmp_path: Path, cut: int) -> None:
+def test_a_server_is_killed_in_a_change(keeper: KeeperProcess, tmp_path: Path) -> None:
     """A key has its commit before or the next one, whole."""
-    one, two, sends = _commit("a", 1), _commit("a", 2), 0
     keeper.close()
-    server = Keeper("name", tmp_path / "keeper")
-    server.put([("a", one)], [])
-    send = server._place.send
+    for cut in range(12):
+        one, two, sends = _commit("a", 1), _commit("a", 2), 0
+        server = Keeper("name", tmp_path / "keeper")
+        server.put([("a", one)], [])
+        send = server._place.send
 
-    def killed(state: str, *handles: ipc.Fd) -> None:
-        nonlocal sends
-        sends += 1
-        if sends > cut:
-            raise InterruptedError
-        send(state, *handles)
+        def killed(state: str, *handles: ipc.Fd) -> None:
+            nonlocal sends
+            sends += 1
+            if sends > cut:  # noqa: B023 (called at once)
+                raise InterruptedError
+            send(state, *handles)  # noqa: B023
 
-    server._place.send = killed  # type: ignore[method-assign]
-    with suppress(InterruptedError):
-        server.put([("a", two)], [])
-    server.leave()
-    for _ in range(2):
-        with Keeper("name", tmp_path / "keeper") as following:
-            (found,) = following.take()
-            assert _is(found, one if cut < 4 else two)
-            following.put([], ["other"])  # The keeper has taken all that take() has dropped.
-            following.leave()
+        server._place.send = killed  # type: ignore[method-assign]
+        with suppress(InterruptedError):
+            server.put([("a", two)], [])
+        server.leave()
+        for removed in ("other", "a"):
+            with Keeper("name", tmp_path / "keeper") as following:
+                (found,) = following.take()
+                assert _is(found, one if cut < 4 else two), cut
+                following.put([], [removed])  # The keeper has taken all that take() has dropped.
+                following.leave()
 
 
 @pytest.mark.parametrize(("text", "count"), [("-", 3), ("[]", 3), ("{}", 3), ('{"key":"a","place":0,"device":5}', 3)])
