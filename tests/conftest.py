@@ -130,36 +130,23 @@ def on_cuda(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_multicast_by_mistake(on_cuda: bool) -> Iterator[None]:
-    """Refuse multicast objects on real hardware without ``STREAMALLOC_TEST_MULTICAST=1``: a test that lacks its mark
-    must not make one on a GPU that others use.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        real: Any = sd.real() if on_cuda and os.environ.get("STREAMALLOC_TEST_MULTICAST") != "1" else None
-        if hasattr(real, "cuMulticastCreate"):
-            patch.setattr(real, "cuMulticastCreate", makes_no_multicast_object(real.cuMulticastCreate))
-        yield
+def patched(on_cuda: bool) -> Iterator[None]:
+    """Have tiers pin a page at a time, and four blocks between disk and device: they would pin 32 MiB and 64 MiB for
+    the few pages of a test, and the kernel fills these with zeros.
 
-
-@pytest.fixture(scope="session", autouse=True)
-def readings_of_free_memory(on_cuda: bool) -> Iterator[None]:
-    """Count the readings of the real device's free memory (:class:`FreeMemory`), which other processes change."""
-    with pytest.MonkeyPatch.context() as patch:
-        if on_cuda:
-            real: Any = sd.real()
-            patch.setattr(real, "cuMemGetInfo", FreeMemory(real.cuMemGetInfo))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def small_host_memory() -> Iterator[None]:
-    """Let tiers pin a page at a time, and four blocks between disk and device. They would pin 32 MiB and 64 MiB for the
-    few pages of a test, and the kernel fills these with zeros.
+    On real hardware, count the readings of free memory (:class:`FreeMemory`), which other processes change, and refuse
+    multicast objects without ``STREAMALLOC_TEST_MULTICAST=1``: a test that lacks its mark must not make one on a GPU
+    that others use.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "LEAST", 2 << 20)
         patch.setattr(host, "LEAST", 2 << 20)
         patch.setattr(disk, "_SLOTS", 4)
+        real: Any = sd.real() if on_cuda else None
+        if on_cuda:
+            patch.setattr(real, "cuMemGetInfo", FreeMemory(real.cuMemGetInfo))
+        if hasattr(real, "cuMulticastCreate") and os.environ.get("STREAMALLOC_TEST_MULTICAST") != "1":
+            patch.setattr(real, "cuMulticastCreate", makes_no_multicast_object(real.cuMulticastCreate))
         yield
 
 

@@ -58,21 +58,28 @@ def _bytes_of(memory: sa.Memory) -> sa.Memory:
     return memory.bytes if isinstance(memory, sa.TypedView) else memory
 
 
-def holds(memory: sa.Memory, value: int) -> bool:
-    """Whether every byte of ``memory`` has this value, after all work of its stream."""
-    # Memory that is used again: the kernel takes longer to give memory than to copy it.
+@contextlib.contextmanager
+def _look(memory: sa.Memory, before: int) -> Iterator[Bytes]:
+    """Read ``memory``, after all work of its stream, into host memory with the bytes ``before``. That is used again,
+    because the kernel takes longer to give memory than to copy it.
+    """
     kept = _kept.pop() if _kept else np.empty(1 << 24, np.uint8)
-    target = kept[: memory.nbytes] if memory.nbytes <= len(kept) else np.empty(memory.nbytes, np.uint8)
-    target.fill(value ^ 255)
-    _bytes_of(memory).copy_to(target)
+    found = kept[: memory.nbytes] if memory.nbytes <= len(kept) else np.empty(memory.nbytes, np.uint8)
+    found.fill(before)
+    _bytes_of(memory).copy_to(found)
     memory.stream.synchronize()
-    found = not len(target) or bool(target.min() == target.max() == value)
+    yield found
     _kept.append(kept)
-    return found
 
 
 _kept: list[Bytes] = []
-"""Memory that no call of :func:`holds` uses at the moment."""
+"""Memory that no :func:`_look` uses at the moment."""
+
+
+def holds(memory: sa.Memory, value: int) -> bool:
+    """Whether every byte of ``memory`` has this value, after all work of its stream."""
+    with _look(memory, value ^ 255) as found:
+        return not len(found) or bool(found.min() == found.max() == value)
 
 
 def later_memory_is_whole(pool: sa.Allocator, nbytes: int, stream: sa.Stream, gate: Gate) -> bool:
@@ -102,7 +109,13 @@ def filled(memory: sa.Memory, seed: int, stream: sa.Stream | None = None) -> Non
 
 def shows(memory: sa.Memory, seed: int) -> bool:
     """Whether ``memory`` has the bytes of :func:`pattern`, after all work of its stream."""
-    return bool(np.array_equal(read(memory), pattern(memory.nbytes, seed)))
+    with _look(memory, 0) as found:
+        return bool(np.array_equal(_words(found), _words(pattern(memory.nbytes, seed))))
+
+
+def _words(data: Bytes) -> npt.NDArray[Any]:
+    """The bytes, eight at a time if they are so many: they are compared in an eighth of the time."""
+    return data if len(data) % 8 else data.view(np.uint64)
 
 
 def eventually(holds: Callable[[], object], within: float = 5.0) -> bool:
