@@ -471,8 +471,8 @@ class Recorder:
         return self._turn.alone(self.state.account.outstanding)
 
     def leaks(self) -> list[Hazard]:
-        """Return one hazard for each place in the program and kind of memory, if memory that was allocated there is not
-        freed.
+        """Return the leaks: one hazard for each kind of memory and each place in the program that allocated memory of
+        this kind which is not freed.
         """
         return self._turn.alone(self.state.leaks)
 

@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Measure the rows that ``--rows`` chooses, and print each row when it is done. Returns the exit code 0. Raises
-    :class:`UsageError` if no row fits, or if the file of ``--json`` cannot be written.
+    """Measure the rows that ``--rows`` chooses, and print each row when it is done. Returns the exit code 0, also if
+    targets were missed. Raises :class:`UsageError` if no row fits, or if the file of ``--json`` cannot be written.
     """
     words = [word.lower() for word in options.rows or [""]]
     rows = [row for row in ROWS if any(word in f"{row.key} {row.title}".lower() for word in words)]

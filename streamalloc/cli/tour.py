@@ -98,7 +98,9 @@ class Tour(contextlib.ExitStack):
 
     @property
     def chunk(self) -> int:
-        """Granularity of device memory in bytes. Raises :class:`Unavailable` without virtual memory management."""
+        """Granularity of device memory in bytes (``cuMemGetAllocationGranularity``). Raises :class:`Unavailable` if the
+        device has no virtual memory management.
+        """
         machine.need_virtual_memory(self.device)
         return vmm.PhysicalMemory.granularity(self.device)
 

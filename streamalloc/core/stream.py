@@ -612,8 +612,9 @@ def captured(session: Session, raw: Any) -> bool:
 
 
 def may_be_captured(stream: Stream) -> bool:
-    """Whether work that is queued on ``stream`` now would become a part of a capture, or would invalidate a capture.
-    The driver is asked. False for a closed stream.
+    """Whether work that is queued on ``stream`` now would become a part of a capture, or would invalidate a capture
+    (``cuStreamIsCapturing``). True if the driver refuses to answer because a blocking stream is captured. False for a
+    closed stream, and if the driver refuses for another reason: its owner has destroyed the stream.
     """
     try:
         return stream.capturing

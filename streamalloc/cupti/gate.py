@@ -73,8 +73,11 @@ class Written(NamedTuple):
     number: int
     """Number of the driver function in CUPTI."""
     result: int
+    """The ``CUresult``."""
     thread: int
+    """Address of the calling thread's control block."""
     context: int
+    """The ``CUcontext``."""
     args: Any
     """First 40 bytes of the struct with the arguments, as a ctypes buffer."""
 

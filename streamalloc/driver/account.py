@@ -66,7 +66,9 @@ class HandleCounts:
         return handle in self._uncounted or self.owns(name, handle)
 
     def owns(self, name: str, handle: int) -> bool:
-        """Return whether this handle is counted as not released, with a kind that driver function ``name`` can end."""
+        """Return whether ``handle`` is counted as not released, and is of a kind that the driver function ``name``
+        ends. ``name``: a key of :data:`ENDERS`.
+        """
         return any(self._live[kind, handle] > 0 for kind in ENDERS[name])
 
     def note(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], captured: bool) -> None:

@@ -97,8 +97,9 @@ def simulated(
     multicast, fabric
         Support for multicast objects and fabric handles (None: as on a real machine with this many GPUs).
     seed
-        With None, work runs as soon as its stream allows. A number delays and interleaves work of different streams
-        within stream order, so that a missing dependency shows. The same number gives the same delays.
+        With None, work runs as soon as its stream allows. A number delays and interleaves work of different streams at
+        random within stream order, so that a missing dependency shows. The number is the seed of the delays. The speed
+        of the host also changes the order, so a run cannot be repeated exactly.
     name
         Name of the simulated machine (default: ``STREAMALLOC_MACHINE``, else made from the other arguments). Processes
         with the same name see the same device UUIDs. If ``name`` or the variable is set, these processes also share the

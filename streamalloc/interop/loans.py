@@ -149,9 +149,11 @@ _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 class Borrowed(Memory, Closes):
     """Array of another library as memory of this package; :func:`borrow` returns it.
 
-    Operations are queued on :attr:`stream`, which waits for the library's work. When this object is closed or dropped,
-    the library's stream (the ``lender``) waits for :attr:`stream`, and the array is released. Without a ``lender`` the
-    array is kept until the work of :attr:`stream` is done.
+    Operations are queued on :attr:`stream`. If the array has ``__dlpack__``, this stream waits for the library's
+    current stream. Otherwise it waits for the stream that ``__cuda_array_interface__`` names. If the interface names
+    none, it waits for the ``lender``; without a ``lender`` it waits for nothing. When this object is closed or dropped,
+    the ``lender`` waits for :attr:`stream`, and the array is released. Without a ``lender`` the array is kept until the
+    work of :attr:`stream` is done.
     """
 
     __slots__ = ("__weakref__", "_address", "_end", "_keep", "dtype", "location", "managed", "nbytes", "owner", "shape",

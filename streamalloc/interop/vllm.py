@@ -168,10 +168,8 @@ class CuMemAllocator:
 
     @contextlib.contextmanager
     def use_cudagraph_pool(self) -> Iterator[Any]:
-        """Provide a pool for captures: the value of the ``with`` block is the id for ``torch.cuda.graph(pool=...)``.
-        The pool's memory has the tag ``"cudagraph"``.
-
-        Each sleep keeps the bytes of this memory, and each wake restores the memory.
+        """Provide a pool for captures. ``with ... as pool_id`` gives the id for ``torch.cuda.graph(pool=pool_id)``. The
+        pool's memory has the tag ``"cudagraph"``: each sleep keeps its bytes, and each wake restores it.
 
         Raises
         ------
@@ -281,8 +279,10 @@ class CuMemAllocator:
             self._kept.pop(buffer, None)
 
     def release_pools(self) -> None:
-        """Release all memory that no tensor uses, and end all pools of PyTorch. Idempotent. Memory of captured graphs
-        as for :meth:`release_cudagraph_pool`; do not call this during a capture either.
+        """Release the memory of this allocator that no tensor uses, and end the pools of PyTorch that this allocator
+        has made. Idempotent. Destroy captured graphs before: memory that a graph uses stays until the graph is
+        destroyed (:meth:`release_cudagraph_pool`). Do not call this during a capture, because PyTorch would abort the
+        process.
         """
         while self._bridges:
             self._bridges.popitem()[1].close()

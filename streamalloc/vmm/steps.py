@@ -178,7 +178,9 @@ class EvictSteps(BackupSteps):
                 buffer.begin_eviction(entries, self.backups.get(buffer))
 
     def map_all_again(self) -> None:
-        """Undo :meth:`unmap_all`. Raises CudaError."""
+        """Undo :meth:`unmap_all`: map the memory of each buffer at its addresses again (``cuMemMap``,
+        ``cuMemSetAccess``). Raises CudaError.
+        """
         undo_all(functools.partial(buffer.undo_eviction, entries) for buffer, entries in reversed(self.entries.items()))
 
     def release_all(self) -> int:

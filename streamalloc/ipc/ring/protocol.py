@@ -81,7 +81,9 @@ class Introduction(NamedTuple):
 
     @classmethod
     def of(cls, message: Message) -> Introduction:
-        """Decode a message. Raises ProtocolError if it is not the first message of a producer with this version."""
+        """Decode the first message of a producer. Raises ProtocolError if ``message`` is another message, is of another
+        version, or has inconsistent numbers of slots.
+        """
         data = message.data
         try:
             magic, version, slots, slot_bytes, stride, block = HELLO.unpack_from(data)

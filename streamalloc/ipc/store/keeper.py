@@ -206,11 +206,11 @@ class Systemd:
 
     @staticmethod
     def is_there() -> bool:
-        """Whether systemd started this process and keeps descriptors for it. systemd sets the variable ``FDSTORE``
-        since version 254.
+        """Whether systemd started this process (``SYSTEMD_EXEC_PID``) and keeps descriptors for it (``FDSTORE``, which
+        systemd sets since version 254). Without ``SYSTEMD_EXEC_PID``, this process counts as started by systemd.
 
-        Child processes inherit these variables. But systemd takes no descriptors from a child process, or never passes
-        them to the child.
+        A child process inherits these variables. ``SYSTEMD_EXEC_PID`` then names another process, so the result is
+        False: systemd takes no descriptors from the child, or would not pass them to it.
         """
         ours = str(os.getpid())
         keeps = bool(os.environ.get("NOTIFY_SOCKET")) and os.environ.get("FDSTORE", "").isdecimal()

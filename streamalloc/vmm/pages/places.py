@@ -181,7 +181,9 @@ class Places(MappedBytes):
         return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
 
     def announce(self, places: Collection[int]) -> None:
-        """Notify watchers that ``places`` are to get pages of their own. Their errors propagate."""
+        """Call ``to_be_mapped`` of each watcher with the address of the first of ``places`` and the number of bytes.
+        Errors of the watchers propagate.
+        """
         for watcher in self.physical.allocations.watchers if places else ():
             watcher.to_be_mapped(self._address(next(iter(places))), len(places) * self.physical.nbytes)
 
