@@ -95,9 +95,10 @@ class SharedState(abc.ABC):
 
     @abc.abstractmethod
     def begin_free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> bool:
-        """Return whether ``buffer`` frees the memory now, on ``stream``; it then calls :meth:`end_free`. If not, this
-        object has freed the memory, or frees it later. If another process has the memory open, act by
-        ``still_imported`` and ``timeout`` (seconds), which are those of :meth:`Buffer.free`. Raises StillImportedError.
+        """Return whether ``buffer`` frees the memory now, on ``stream``; the buffer then calls :meth:`end_free`. If the
+        result is False, this object has freed the memory, or frees it later. ``still_imported`` and ``timeout``
+        (seconds) say what to do if another process has the memory open, as in :meth:`Buffer.free`. Raises
+        StillImportedError.
         """
 
     def end_free(self, freed: bool) -> None:  # noqa: B027 (only a lease has an end to note)
@@ -511,14 +512,15 @@ class Buffer(Memory, Closes):
         return False
 
     def past_caches(self) -> Buffer:
-        """Return the buffer whose free returns the memory to the driver: this one, or the pool's buffer behind a cached
-        one. Cached memory leaves its cache for good: a later free of the cached buffer frees the pool's.
+        """Return the buffer whose free returns the memory to the driver. For a cached buffer this is the buffer of the
+        pool behind it; for any other buffer it is the buffer itself. The memory of a cached buffer leaves its cache for
+        good: a later free of the cached buffer frees the buffer of the pool.
         """
         return self
 
     def free_by(self, state: SharedState) -> None:
-        """Have ``state`` say when the buffer is freed. ``_ptr`` becomes None, so that a free finds the buffer shared.
-        Raises ClosedError if the buffer was freed.
+        """Let ``state`` decide from now on when the memory is freed (:meth:`SharedState.begin_free`). ``_ptr`` becomes
+        None, so that a free finds the buffer shared. Raises ClosedError if the buffer was freed.
         """
         state.pointer = self._live()
         self.shared = state

@@ -313,8 +313,9 @@ def access_hint(sides: Iterable[CopySide], stream: Stream) -> str:
 
 
 def kernels_may_use(memory: MemoryBase, blocks: Any, nbytes: int, stream: Stream, *, write: bool) -> bool:
-    """Whether kernels on ``stream`` are known to reach ``blocks`` of ``memory``, each of ``nbytes`` bytes. False if
-    ``stream`` is of another device than the memory's stream. ``write``: whether the kernels write to the blocks.
+    """Whether it is known that kernels on ``stream`` have access to ``blocks`` of ``memory``, each of ``nbytes`` bytes.
+    False if ``stream`` is of another device than the memory's stream. ``write``: whether the kernels write to the
+    blocks.
 
     The driver refuses a copy without access. It does not check a kernel that copies: the kernel would fault, and the
     context would be lost.

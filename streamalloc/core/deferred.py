@@ -97,8 +97,9 @@ many items that cannot end yet would make each synchronisation slow.
 class Deferred(abc.ABC):
     """One release that is made later, exactly once.
 
-    To prevent a second release, an item that ends a handle clears it right before the driver call. If the driver
-    refuses the call, the handle is stored again unless it is gone (:meth:`Session.release`).
+    To prevent a second release, an item that ends a handle clears its attribute with the handle right before the driver
+    call. If the driver refuses the call, the item stores the handle again unless the handle is gone
+    (:meth:`Session.release`).
     """
 
     __slots__ = ("_dropped_with", "_round")

@@ -329,8 +329,8 @@ items.
 
 
 def defer_end(session: Session, last: Event) -> None:
-    """Submit an item for ``last``, the last event of an ending stream, to the deferred queue, unless the event has
-    completed.
+    """Submit an item to the deferred queue that ends ``last``, the last event of an ending stream, once the event has
+    completed. If the event has completed already, nothing is submitted.
     """
     with session.relaxed():
         if not last.query():

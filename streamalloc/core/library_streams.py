@@ -266,7 +266,7 @@ LibraryStream.__name__ = LibraryStream.__qualname__ = "Stream"
 
 
 def borrowed_stream(device: Device, handle: int, owner: object) -> Stream:
-    """Return what :meth:`Stream.of_handle` does, with its errors."""
+    """Return the stream for a handle of other code, as :meth:`Stream.of_handle` does, with the same errors."""
     check_device("device", device)
     if handle in DEFAULT_HANDLES:
         return default_stream(device, handle)

@@ -288,8 +288,8 @@ class Stream(Closes, Shown):
     # -- direct calls ------------------------------------------------------------------------------------------
 
     def ready(self, dropping: bool = False) -> Any | None:
-        """Return ``CUstream`` if this thread may queue work by a direct call now. If the result is None, the caller
-        makes a checked call (see the module). ``dropping``: whether a finaliser asks, which frees memory.
+        """Return the ``CUstream`` if this thread may queue work by a direct call now. If the result is None, the caller
+        makes a checked call (see the module). ``dropping``: whether the caller is a finaliser that frees memory.
         """
         return self.direct
 
@@ -364,11 +364,10 @@ class Stream(Closes, Shown):
             return act(raw, captured(self._session, raw) if asks else self._capture is not None, *args)
 
     def run_uncaptured(self, call: str, why: str, act: Callable[..., T], *args: Any) -> T:
-        """Call ``act`` with the ``CUstream`` and ``args``, at once if nothing must be asked first, otherwise as
-        :meth:`checked_call` does. Returns the result of ``act``.
-
-        Raises CaptureError if the stream is being captured: ``call`` is the name of the driver function that is not
-        called, ``why`` a text with the reason and the remedy for the message. Raises ClosedError.
+        """Call ``act`` with the ``CUstream`` and ``args``, and return the result of ``act``. The call is direct if this
+        thread may make one (:meth:`ready`), otherwise as in :meth:`checked_call`. Raises CaptureError if the stream is
+        being captured: ``call`` is the name of the driver function that is not called, ``why`` a text with the reason
+        and the remedy for the message. Raises ClosedError if the stream was closed.
         """
         handle = self.direct
         if handle is not None and not self.capturable:
@@ -391,11 +390,15 @@ class Stream(Closes, Shown):
         return self
 
     def covering(self) -> Stream:
-        """Return a stream after this one's work: for another thread's per-thread stream the legacy one, else this."""
+        """Return a stream whose later work runs after this stream's work: the legacy stream in place of another
+        thread's per-thread stream, otherwise this stream.
+        """
         return self
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call driver function ``name`` with this stream first (:meth:`Session.call`). Also raises ClosedError."""
+        """Call driver function ``name`` with this stream as its first argument (:meth:`Session.call`). Also raises
+        ClosedError if the stream was closed.
+        """
         return self.in_context(self._session.call, name, self.checked_raw(), *args)
 
     def _result(self, call: Any, *args: Any) -> Any:
@@ -437,7 +440,9 @@ class Stream(Closes, Shown):
 
     @property
     def priority(self) -> int:
-        """Priority (``cuStreamGetPriority``). Work of streams with lower numbers runs first. Raises ClosedError."""
+        """Priority (``cuStreamGetPriority``). Work of streams with lower numbers runs first. Raises ClosedError if the
+        stream was closed.
+        """
         return int(self.call("cuStreamGetPriority"))
 
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:

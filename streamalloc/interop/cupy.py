@@ -52,9 +52,9 @@ class CuPyBridge(Bridge):
     With callbacks CuPy calls Python for each allocation, on CuPy's current stream.
 
     With handles CuPy's own ``MemoryAsyncPool`` allocates. The bridge makes the pools current, and CuPy sets their
-    release thresholds to CuPy's limit (``CUPY_GPU_MEMORY_LIMIT``; default: never release). This is done on each device;
-    if a device has no source, with the device's current pool. :meth:`stop` restores the current pools and their
-    thresholds. Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), so that they invalidate no
+    release thresholds to CuPy's limit (``CUPY_GPU_MEMORY_LIMIT``; default: never release). CuPy also sets the threshold
+    of the current pool of each device without a source. :meth:`stop` restores the current pools and their thresholds.
+    Allocations are made in relaxed mode (``cuThreadExchangeStreamCaptureMode``), so that they invalidate no
     capture. If the stream is being captured, as inside ``torch.cuda.graph``, the memory belongs to the graph. These
     limits hold with handles, but not with callbacks:
 

@@ -175,9 +175,10 @@ class TorchBridge(Bridge):
         bytes.
 
         Later tensors get new segments. This method calls ``torch.cuda.empty_cache()``, so PyTorch's own cache is freed,
-        too. Segments of a pool that a captured graph uses stay.
+        too. All segments of a pool that a captured graph uses stay.
 
-        Do not call this during a capture or inside a ``use_mem_pool`` of your own: PyTorch aborts the process.
+        Do not call this during a capture or inside a ``use_mem_pool`` block of your own: PyTorch would abort the
+        process.
 
         Raises
         ------

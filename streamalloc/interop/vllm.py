@@ -197,9 +197,9 @@ class CuMemAllocator:
     def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
         """Release the device memory of all tags; the addresses stay.
 
-        The bytes of ``offload_tags`` are kept in pinned host memory, and always those of the tags ``"runtime"`` and
-        ``"cudagraph"``. The bytes of all other tags are lost. Memory that is asleep already stays as it is, with its
-        kept bytes.
+        The bytes of the tags in ``offload_tags``, and always those of the tags ``"runtime"`` and ``"cudagraph"``, are
+        kept in pinned host memory. The bytes of all other tags are lost. Memory that is asleep already stays as it is,
+        with its kept bytes.
 
         Parameters
         ----------

@@ -56,8 +56,8 @@ class Eviction(NamedTuple):
 
 class Evictable(OwnsRange, Claimable):
     """Base class of :class:`VirtualBuffer`: its physical memory, which is mapped from the start of its range on, and
-    its state. Each act that a step undoes is followed by its undo. The steps (:mod:`streamalloc.vmm.steps`) call these
-    acts; programs do not.
+    its state. Each method that a step calls is followed by the method that undoes it. The steps
+    (:mod:`streamalloc.vmm.steps`) call these methods; programs do not.
     """
 
     _inner = (
@@ -113,7 +113,8 @@ class Evictable(OwnsRange, Claimable):
 
     def begin_eviction(self, entries: Sequence[MappedBytes], backup: Backup | None) -> None:
         """Unmap ``entries``, which are all mappings of the buffer, and keep their handles open (``cuMemUnmap``). The
-        buffer is then evicted, with the backup ``backup``; a frozen buffer keeps its own. Raises CudaError.
+        buffer is then evicted, with the backup ``backup``; a frozen buffer keeps the backup that it has. Raises
+        CudaError.
         """
         self.eviction = Eviction(tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries))
         if not self._frozen:
@@ -139,8 +140,8 @@ class Evictable(OwnsRange, Claimable):
         """Queue the copy of the bytes from ``backup`` to the new mappings ``made``, by ``move``, which queues on
         ``stream``. Raises CudaError.
 
-        If the stream's device has no write access to the memory, it gets this permission until the copy is done, and
-        the host waits for the copy.
+        If the stream's device has no write access to the memory, the device gets this access until the copy is done,
+        and the host waits for the copy.
         """
         target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location

@@ -28,8 +28,8 @@ from streamalloc.vmm.virtual_buffer import VirtualBuffer
 
 
 class Members(Closes, Claimable):
-    """Base class of :class:`SleepGroup`: what a group has. Its buffers with their tags, the tier for their bytes, and
-    the other memory of its device.
+    """Base class of :class:`SleepGroup` with what a group has: its buffers with their tags, the tier for their bytes,
+    and the figures of the other memory of its device.
     """
 
     def __init__(
@@ -340,8 +340,9 @@ class Members(Closes, Claimable):
 
         Use it for libraries that call the driver directly: for example, create an NCCL communicator and run its first
         collective in the block, or load kernels. The number of bytes is the difference of two readings of
-        ``cuMemGetInfo``, minus memory of known owners. It is wrong if another thread or process allocates during the
-        block, and does not change if the library releases memory later. Blocks with the same owner add up. ::
+        ``cuMemGetInfo``, minus memory of known owners. The number is wrong if another thread or process allocates
+        during the block. It stays the same if the library releases memory later. The numbers of blocks with the same
+        owner are added. ::
 
             with group.measure("NCCL"):
                 torch.distributed.all_reduce(tensor)

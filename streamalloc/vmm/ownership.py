@@ -263,9 +263,9 @@ class HandleNode(Node):
 
 
 class OwnsNode(Closes, Shown):
-    """Owner of a :class:`Node`. A close releases the node, or the deferred queue does so once the nodes in
-    :attr:`Node.first` are released. If the owner is dropped, the release also waits for the work that was queued at
-    that moment.
+    """Owner of a :class:`Node`. A close releases the node. If nodes in :attr:`Node.first` must be released before, the
+    deferred queue releases the node after them. If the owner is dropped, the release also waits for the work that was
+    queued at that moment.
     """
 
     __slots__ = ("__weakref__", "_node")

@@ -397,7 +397,7 @@ class SparseArray(OwnsNode):
         return found
 
     def mapped(self, level: int = 0, layer: int = 0) -> npt.NDArray[np.bool_]:
-        """Return :meth:`mapped_tiles`. Deprecated."""
+        """Deprecated: use :meth:`mapped_tiles`, which has the same arguments and result."""
         warnings.warn("mapped() is deprecated: call mapped_tiles()", DeprecationWarning, stacklevel=2)
         return self.mapped_tiles(level, layer)
 

@@ -138,8 +138,8 @@ class EvictSteps(BackupSteps):
         """Mappings of the buffers that are to be unmapped."""
 
     def wait(self, tags: Tags) -> None:
-        """As :meth:`BackupSteps.wait`. Only mapped buffers will be unmapped; frozen buffers need no backup. Errors as
-        for :meth:`VirtualBuffer.evict`.
+        """Choose the buffers, and have the host wait for the users of their memory (:meth:`BackupSteps.wait`). Only
+        mapped buffers will be unmapped; frozen buffers need no backup. Errors as for :meth:`VirtualBuffer.evict`.
         """
         allocations_of(session_of(self.stream)).work()  # Objects that were dropped are no other users.
         self._tags = {buffer: tag for buffer, tag in tags.items() if not buffer.frozen}
@@ -266,14 +266,16 @@ class RestoreSteps:
             entry.release_handle()
 
     def protect(self) -> None:
-        """Make frozen buffers read-only, after the copies, which write to them. Raises CudaError."""
+        """Make frozen buffers read-only (``cuMemSetAccess``). The host first waits for the copies, because they write
+        to these buffers. Raises CudaError.
+        """
         for buffer, entries in self._made.items():
             if buffer.frozen:
                 self._stream.synchronize()
                 buffer.range._node.grant(entries, buffer.rights)
 
     def set_awake(self) -> None:
-        """Let the restored buffers be used."""
+        """Mark the buffers as restored, so that their bytes can be used."""
         for buffer in self.evictions:
             buffer.eviction = None
 
@@ -283,8 +285,8 @@ class RestoreSteps:
             buffer.eviction = eviction
 
     def drop_backups(self) -> int:
-        """Drop the backups, except those of frozen buffers; also those that an interrupted wake has left. Returns the
-        restored bytes.
+        """Drop the backups of the buffers, except those of frozen buffers. Backups that an interrupted wake has left
+        are dropped, too. Returns the number of restored bytes.
         """
         drop_unneeded(self._buffers)
         return sum(eviction.nbytes for eviction in self.evictions.values())

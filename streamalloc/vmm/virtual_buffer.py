@@ -36,9 +36,9 @@ class VirtualBuffer(Evictable, Drawn):
 
     Thread-safe: calls that map or unmap the buffer's memory wait for each other, and for a :class:`SleepGroup` that
     puts the buffer to sleep or wakes it. A hook or a signal handler that makes such a call during another one cannot
-    wait, and gets :class:`InUseError` if a call on any thread has the buffer. Copies and fills take no lock. If one
-    thread queues a copy while another thread unmaps the memory, the driver may crash: hold a lock of your own around
-    both calls.
+    wait. It gets :class:`InUseError` if a call on any thread is changing the buffer. Copies and fills take no lock. If
+    one thread queues a copy while another thread unmaps the memory, the driver may crash: hold a lock of your own
+    around both calls.
     """
 
     @property

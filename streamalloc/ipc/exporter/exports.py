@@ -174,8 +174,8 @@ class Lease(SharedState):
 
     def announce(self, stream: Stream, address: int = 0, nbytes: int = 0) -> int:
         """Make ``stream`` write the next value to the word ``ready`` after the stream's queued work
-        (``cuStreamWriteValue32``). Returns this value, for which importers wait. The checker of the driver is told that
-        this announces ``nbytes`` bytes at ``address``, unless that is 0.
+        (``cuStreamWriteValue32``). Returns this value, for which importers wait. If ``address`` is not 0, the checker
+        of the driver is told that the value announces ``nbytes`` bytes at ``address``.
 
         Raises
         ------
@@ -286,8 +286,8 @@ class Lease(SharedState):
         return ended
 
     def make_stale(self) -> None:
-        """Make the descriptors stale: an importer that opens the memory from now on is refused, and one that opened it
-        before is found in the words that this process reads from now on.
+        """Make the descriptors stale: an importer that opens the memory from now on is refused. If an importer has
+        opened the memory before, this process sees it in the words that it reads from now on.
         """
         with self.lock:
             self.words.generation.value = (self.generation + 1) % WORD
@@ -322,8 +322,9 @@ class Lease(SharedState):
     # -- the buffer ------------------------------------------------------------------------------------------
 
     def begin_free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> bool:
-        """End the lease, so that the buffer frees the memory on ``stream`` now, after the work of importers that have
-        closed it; or submit the free to the queue of deferred releases, and return False.
+        """End the lease and return True, so that the buffer frees the memory on ``stream`` now, after the work of
+        importers that have closed the memory. If importers have it open and ``still_imported`` is ``"defer"``, submit
+        the free to the queue of deferred releases, and return False.
         """
         if still_imported != "defer":
             self._await(buffer, stream, still_imported, timeout)
@@ -551,9 +552,9 @@ class Exports:
         self.blocks.append(block)
 
     def lease(self, buffer: Buffer) -> Lease:
-        """Return the lease of a buffer. The lease then says when it is freed. The first call exports the allocation
-        (``cuMemPoolExportPointer``). Raises ValueError if the pool was not made for sharing, ClosedError if the buffer
-        was freed or the pool closed, and CudaError if the driver refuses.
+        """Return the lease of a buffer, which from then on decides when the buffer is freed. The first call exports the
+        allocation (``cuMemPoolExportPointer``). Raises ValueError if the pool was not made for sharing, ClosedError if
+        the buffer was freed or the pool closed, and CudaError if the driver refuses.
         """
         buffer = buffer.past_caches()
         with self.lock:

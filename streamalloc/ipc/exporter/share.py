@@ -66,18 +66,18 @@ _NOT_IN_A_CAPTURE = "memory cannot be shared in a capture"
 
 
 class Shared(Unique, Shown):
-    """The result of :func:`share`: a descriptor, and the handles that importers need once.
+    """The result of :func:`share`: a descriptor, and the file descriptors that each importer needs once.
 
-    ``bytes(shared)`` is the descriptor. Send the handles together with the descriptor, by :func:`streamalloc.ipc.send`
-    or ``channel.send(bytes(shared), shared.fds)``. An importer that has received these handles once needs only the
+    ``bytes(shared)`` is the descriptor. Send the file descriptors together with it, by :func:`streamalloc.ipc.send` or
+    ``channel.send(bytes(shared), shared.fds)``. An importer that has received the file descriptors once needs only the
     bytes of later descriptors.
 
     With ``hold=True`` the object keeps the shared memory until the descriptor is opened, :meth:`cancel` is called, or
     the object is dropped. ``ipc.send`` and :mod:`multiprocessing` move the hold to the message. A process that receives
     the object by :mod:`multiprocessing` gets the opened memory.
 
-    Unless an allocation of a pool of this library was shared, the object keeps a reference to what was shared, until
-    :meth:`cancel` is called or :func:`send` moves the hold to a message.
+    The object keeps a reference to what was shared until :meth:`cancel` is called or :func:`send` moves the hold to a
+    message. There is one exception: it keeps no reference to a buffer of a pool of this package.
     """
 
     def __init__(

@@ -539,8 +539,9 @@ class ImportedArray(TypedView[Any], Closes):
         """Close :attr:`owner`, which releases the memory after the work of ``stream``. Idempotent. Raises the errors of
         the owner's ``close``.
 
-        The default for an :class:`ImportedBuffer` is its own stream. The default for an :class:`ImportedRange` is all
-        work of the devices with access. For an :class:`ImportedRange` the host waits for the work.
+        Without ``stream``, an :class:`ImportedBuffer` is closed after the work of its own stream, and an
+        :class:`ImportedRange` after all work of the devices with access. The host waits for the work only if the owner
+        is an :class:`ImportedRange`, or has memory of ``cuMemAlloc``.
         """
         self._parent.close(stream)
 

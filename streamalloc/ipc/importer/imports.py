@@ -56,11 +56,11 @@ class DriverVersionWarning(UserWarning):
 
 
 class LeaseUse(Deferred):
-    """One use of a lease (:class:`~streamalloc.ipc.exporter.exports.Lease`) by this process, which the exporter's free
-    waits for: by an import, or by a range. The word ``opened`` counts it.
+    """One use of a lease (:class:`~streamalloc.ipc.exporter.exports.Lease`) by an import or a range of this process.
+    The word ``opened`` counts the use, and the exporter's free waits for its end.
 
-    As an item of the queue of deferred releases, this object takes the use of a dropped range back, once the work that
-    is queued at its first attempt is done.
+    As an item of the queue of deferred releases, this object ends the use of a dropped range (:meth:`take_back`) once
+    the work is done that is queued at its first attempt.
     """
 
     def __init__(self, imports: Imports, block: ControlBlock, slot: int, generation: int) -> None:
@@ -75,8 +75,9 @@ class LeaseUse(Deferred):
         self._work: Fence | None = None
 
     def begin(self) -> None:
-        """Count the use, then look whether the descriptor is stale: the module of the control blocks says why in this
-        order. Raises StaleDescriptorError if the memory was freed before; then nothing is counted.
+        """Count the use, then check whether the descriptor is stale. The docstring of the module of the control blocks
+        gives the reason for this order. Raises StaleDescriptorError if the memory was freed before; then nothing is
+        counted.
         """
         words = self.words
         with self.imports.lock:
@@ -92,9 +93,9 @@ class LeaseUse(Deferred):
                 raise
 
     def take_back(self) -> None:
-        """End a use that no stream's work follows: the word ``opened`` counts it no more. Idempotent.
+        """End a use after which no work of a stream remains: subtract it from the word ``opened``. Idempotent.
 
-        ``closed`` is not written, because streams may still write it for earlier uses.
+        The word ``closed`` is not written, because streams may still write it for earlier uses.
         """
         with self.imports.lock:
             if self.number is not None:

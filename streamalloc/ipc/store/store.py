@@ -160,15 +160,17 @@ class Store(Closes):
         handle_types: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR,
         like: Literal["previous"] | None = None,
     ) -> WeightsWriter:
-        """Begin an epoch: a ``with`` block whose end commits it. One process at a time writes a key.
+        """Begin an epoch: the memory of one commit. The end of the ``with`` block commits the epoch. One process at a
+        time writes a key.
 
-        An epoch is the memory of one commit. With ``like="previous"`` the epoch begins with the names, types and
-        offsets of the last commit, at the same addresses if these are free. Readers then switch to the new epoch by
-        ``attach(latest=True)``. The time of the commit and of the switch does not depend on the number of tensors. The
-        contents are undefined until they are written.
+        With ``like="previous"`` the epoch begins with the names, types and offsets of the last commit, at the same
+        addresses if these are free. Readers then switch to the new epoch by ``attach(latest=True)``. The time of the
+        commit and of the switch does not depend on the number of tensors. The contents are undefined until they are
+        written.
 
-        After such a commit, the store keeps the memory of the replaced epoch once no process uses it. The next epoch
-        with ``like="previous"`` gets this memory without ``cuMemCreate``. :meth:`trim` releases this memory.
+        After a commit with ``like="previous"``, the store keeps the memory of the replaced epoch once no process uses
+        it. The next epoch with ``like="previous"`` gets this memory without ``cuMemCreate``. :meth:`trim` releases this
+        memory.
 
         Parameters
         ----------

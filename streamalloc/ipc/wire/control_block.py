@@ -392,11 +392,11 @@ class ControlBlock:
 
     def write_by(self, handle: Any, stream: Stream, word: Word, value: int) -> None:
         """Write ``value`` to ``word`` after the queued work of ``stream``, whose ``CUstream`` is ``handle``. Raises
-        CudaError.
+        CudaError. The context of a default stream must be current.
 
         If the stream is idle (``cuStreamQuery``), the host writes, because a device write takes as long as a read and a
-        write over the bus. Otherwise the stream writes (``cuStreamWriteValue32``), also if a query does not cover all
-        work that the stream waits for. The context of a default stream must be current.
+        write over the bus. Otherwise the stream writes (``cuStreamWriteValue32``). The stream always writes if a query
+        does not cover all work that the stream waits for (:attr:`Stream.sees_all_work`).
         """
         if stream.sees_all_work:
             with self.session.relaxed():  # A query in the thread's own mode could end a capture of another stream.

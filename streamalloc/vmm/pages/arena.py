@@ -193,8 +193,8 @@ class PageArena(Closes):
         return self._physical.trim(most)
 
     def statistics(self) -> ArenaStatistics:
-        """Return the numbers of pages by state. A released page counts as parked until its work and its zeros are done;
-        during a capture by this package, also after that.
+        """Return the numbers of pages by state. A released page counts as parked until the work that uses it is done
+        and its zeros are written. While this package captures a stream, the page counts as parked also after that.
         """
         physical = self._physical
         physical.allocations.work()

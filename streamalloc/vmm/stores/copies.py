@@ -172,8 +172,8 @@ class Kernel:
                 self._lock.release()
 
     def most(self, out: bool) -> int:
-        """Return the largest size in bytes of a merged copy for which the kernel is faster: from the device if ``out``,
-        otherwise to the device; 0 without a kernel.
+        """Return the largest size in bytes of a merged copy for which the kernel is faster than single copies; 0
+        without a kernel. ``out``: whether the copies are from the device, otherwise they are to the device.
         """
         return self._most[out]
 

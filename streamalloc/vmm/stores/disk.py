@@ -200,7 +200,9 @@ class InFiles(Stored):
 
     @contextlib.contextmanager
     def moving(self, stream: Stream, *, out: bool) -> Iterator[Move]:
-        """As :meth:`Stored.moving`. The blocks pass through staging memory, and are checked when they are read."""
+        """Return a context manager for copies (:meth:`Stored.moving`). The blocks pass through staging memory, and are
+        checked when they are read.
+        """
         # In another capture mode, the waits of this call would invalidate captures of other streams.
         with self.in_use(), session_of(stream).relaxed():
             transfer = _Transfer(self, stream, out)
@@ -229,14 +231,16 @@ class InFiles(Stored):
             chunk.file.seal()
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
-        """As :meth:`Stored.read`, from the file."""
+        """Copy bytes of a block from its file (:meth:`Stored.read`)."""
         for file, some, begin, part in self._touched(block, offset, target):
             room = aligned(file.block)
             file.read([some], room, [None])
             part[:] = room[begin : begin + part.nbytes]
 
     def write(self, block: int, offset: int, source: Bytes) -> None:
-        """As :meth:`Stored.write`, to the file. A persistent file is damaged if the process dies during this call."""
+        """Overwrite bytes of a block in its file (:meth:`Stored.write`). A persistent file is damaged if the process
+        dies during this call.
+        """
         for file, some, begin, part in self._touched(block, offset, source):
             room = aligned(file.block)
             if part.nbytes < some.nbytes:

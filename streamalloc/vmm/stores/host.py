@@ -119,7 +119,7 @@ class InMemory(Stored):
 
     @contextlib.contextmanager
     def moving(self, stream: Stream, *, out: bool) -> Iterator[Move]:
-        """As :meth:`Stored.moving`, with copies in stream order."""
+        """Return a context manager for copies in stream order (:meth:`Stored.moving`)."""
         room = self.room
         with self.in_use():
             before = room.fences if out else self._written
@@ -185,7 +185,7 @@ class InMemory(Stored):
             yield first, memory if nbytes == memory.nbytes else memory[start : start + nbytes]
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
-        """As :meth:`Stored.read`, from memory."""
+        """Copy bytes of a block from memory (:meth:`Stored.read`)."""
         part = self._part(range(block, block + 1), offset, target.nbytes)
         if isinstance(part, Memory):
             part.copy_to(target)
@@ -194,7 +194,7 @@ class InMemory(Stored):
             target[:] = part
 
     def write(self, block: int, offset: int, source: Bytes) -> None:
-        """As :meth:`Stored.write`, to memory."""
+        """Overwrite bytes of a block in memory (:meth:`Stored.write`)."""
         for some, fences in self._with_places(range(block, block + 1)):
             for fence in fences:
                 fence.synchronize()
