@@ -230,6 +230,6 @@ def test_programs(code: str, error: str | None, device: sa.Device, tmp_path: Pat
 
 def test_figures_of_the_page() -> None:
     kinds = [kind for _, _, here in ROWS for kind in ("differs", "refused") if here.startswith(f"{kind}: ")]
-    figures = f"of {len(ROWS)} rows, {kinds.count('differs')} differ and {kinds.count('refused')} are refused"
+    figures = f"Of the {len(ROWS)} rows, {kinds.count('differs')} differ and {kinds.count('refused')} are refused"
     assert figures in PAGE.read_text()
     assert f"has {len(ROWS)} of them" in PAGE.with_name("comparison.md").read_text()
