@@ -488,8 +488,8 @@ class WaitValues:
         self._timeline.wait(stream, wait)
 
     def may_be_over(self, stream: TrackedStream) -> bool:
-        """Whether a stream waits, directly or through other streams, for a value that the host cannot read. No call
-        need show that such a wait has ended.
+        """Whether a stream waits, directly or through other streams, for a value that the host cannot read. Such a wait
+        may have ended without a call that shows this.
         """
         obstacle = stream.obstacle
         while obstacle is not None and obstacle.source is not None and obstacle.source.obstacle is not None:

@@ -163,9 +163,11 @@ class State:
         return unseen and self.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is None
 
     def leaks(self) -> list[Hazard]:
-        """Return one hazard for each place in the program and kind of memory, if memory that was allocated there is not
-        freed. The size is that of all this memory. Left out are registered memory, memory whose free comes later
-        (:attr:`.Range.deferred`), allocations that their stream has not run, and physical memory with a mapping.
+        """Return the leaks: one hazard for each kind of memory and each place in the program that allocated memory of
+        this kind which is not freed. The size of the hazard is that of all this memory.
+
+        Left out are registered memory, memory whose free comes later (:attr:`.Range.deferred`), allocations that their
+        stream has not run, and physical memory with a mapping.
         """
         due = (one for one in self.addresses.living() if not (one.pending or one.deferred))
         resources: list[Range | TrackedMemory] = [one for one in due if one.kind != "registered memory"]

@@ -439,8 +439,8 @@ def record_queued(state: State, stream: TrackedStream, node: TrackedNode, stack:
     """Record the uses of a node as queued, if its stream waits for something. ``stack``: place of the uses in the
     program.
 
-    A free by the host before the uses have run is then a hazard. It is none if the stream waits for a value that the
-    host cannot read, because such a wait may have ended without a call (:meth:`.WaitValues.may_be_over`).
+    A free by the host before the uses have run is then a hazard. There is no hazard if the stream waits for a value
+    that the host cannot read, because such a wait may have ended without a call (:meth:`.WaitValues.may_be_over`).
     """
     for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
         range_.queued_write |= write

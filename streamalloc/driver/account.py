@@ -60,7 +60,7 @@ class HandleCounts:
         """Handles and addresses that need not be released: graph memory, imported pools, mipmap levels."""
 
     def may_end(self, name: str, handle: int) -> bool:
-        """Return whether driver function ``name`` may end this handle. If not, the call is a double release or has a
+        """Return whether driver function ``name`` may end ``handle``. If not, the call is a double release or has a
         wrong handle.
         """
         return handle in self._uncounted or self.owns(name, handle)

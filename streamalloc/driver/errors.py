@@ -6,10 +6,11 @@ from streamalloc.driver.reports import Hazard
 
 
 class DriverMisuseError(AssertionError):
-    """A driver of :func:`checked` found a hazard, such as a missing order or a double release; handles that are not
-    released (``assert_nothing_left``); or a result of a driver function that is no tuple with a ``CUresult`` first.
+    """A driver of :func:`checked` found a mistake. There are three kinds of mistakes: a hazard, such as a missing order
+    or a double release; handles that are not released (``assert_nothing_left``); a result of a driver function that is
+    no tuple with a ``CUresult`` first.
 
-    ``hazard`` is the :class:`Hazard`; None for the last two causes.
+    ``hazard`` is the :class:`Hazard`; None for the last two kinds.
     """
 
     def __init__(self, message: str, hazard: Hazard | None = None) -> None:
@@ -18,8 +19,8 @@ class DriverMisuseError(AssertionError):
 
 
 class PreventedCallError(DriverMisuseError):
-    """A :class:`DriverMisuseError` of a call that the checker has not passed to the driver. Its name is that of the
-    base class.
+    """A :class:`DriverMisuseError` of a call that the checker has not passed to the driver. Tracebacks show it under
+    the name of the base class.
     """
 
 

@@ -308,9 +308,9 @@ class PlainBuffer(Buffer):
 
     @property
     def owner(self) -> object:
-        """Object that owns the memory, or the allocator that allocated it; None if there is no such object. The
-        reference to the owner of :meth:`Buffer.from_handle` is dropped once the buffer was freed and the stream's work
-        is done: then it is None.
+        """Object that owns the memory, or the allocator that allocated it; None if there is no such object. A buffer of
+        :meth:`Buffer.from_handle` drops its reference to the owner once it was freed and the stream's work is done;
+        from then on the value is None.
         """
         return self._end.owner
 
@@ -362,7 +362,7 @@ _taken: PerDriver[weakref.WeakValueDictionary[int, Buffer]] = PerDriver(lambda _
 def buffer_from_handle(
     address: Any, nbytes: int | str, owner: object, stream: StreamLike | None, driver: Driver | None
 ) -> Buffer:
-    """Implement :meth:`Buffer.from_handle`."""
+    """Return a buffer of memory that other code allocated, as :meth:`Buffer.from_handle` does, with the same errors."""
     session = session_of(stream) if isinstance(stream, Stream) else session_for(None, driver)
     session.check_process()
     number, nbytes = number_of_handle("address", address, cuda.CUdeviceptr), checked_size("nbytes", nbytes)

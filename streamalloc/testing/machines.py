@@ -89,7 +89,8 @@ def describe_real() -> str:
 def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> str | None:
     """Return why a test with these needs cannot run on this computer's GPUs, as text; None if it can run.
 
-    ``devices``: number of GPUs. The others: whether the test needs fabric handles, managed memory, multicast objects.
+    ``devices``: number of GPUs that the test needs. ``fabric``, ``managed``, ``multicast``: whether the test needs
+    fabric handles, managed memory, or multicast objects.
     """
     present = real_devices()
     if present < devices:
@@ -120,8 +121,8 @@ def reports(*checks: str) -> Iterator[Callable[..., Iterator[str]]]:
     """Collect the reports of the processes that are started in the ``with`` block.
 
     ``checks``: kinds of reports that these processes make: ``"check"``, ``"leaks"``, ``"notes"``. The block gets a
-    function, to be called within the block. It takes kinds, and yields for each report of these kinds so far a text
-    that names the process in its first line.
+    function, which takes kinds of reports and must be called within the block. It yields a text for each report of
+    these kinds so far. The first line of the text names the process.
     """
 
     def found(*kinds: str) -> Iterator[str]:

@@ -81,7 +81,7 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
 def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str = "add") -> None:
     """Combine values with the memory of every device behind a multicast mapping, in place (``multimem.red``).
 
-    Raises the errors of :func:`multimem_st`, and the one below.
+    Raises the errors of :func:`multimem_st`, and ValueError for one more reason, which is given below.
 
     Parameters
     ----------
