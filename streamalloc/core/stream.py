@@ -750,8 +750,8 @@ class OwnStream(Stream):
         defer_end(self._session, last)
 
     def __del__(self) -> None:
-        # A stream whose construction was interrupted has a handle and `_closed`, but no `last`: its handle must be
-        # destroyed.
+        # A closed stream with `last` has no handle to destroy. A stream whose construction was interrupted has a handle
+        # and `_closed`, but no `last`: its handle must be destroyed, or it would leak.
         raw = getattr(self, "_raw", None)
         if raw is None or not self._session.usable or (self._closed and self.last):
             return

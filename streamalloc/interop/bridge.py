@@ -114,9 +114,9 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
     """
     spec = getattr(module, "__spec__", None)
     name = None if spec is None else LIBRARIES.get(spec.name.partition(".")[0])
-    # A simulated driver has the attribute `settings`, and so have wrappers of it; `cuda.bindings.driver` has not. Numba
-    # calls the functions of the bindings. In a block of ``testing.install`` these functions have ``__wrapped__``, and
-    # Numba then uses the simulated driver, too.
+    # Without this error, the library would pass simulated addresses to the CUDA driver. Simulated drivers and their
+    # wrappers have the attribute `settings`; `cuda.bindings.driver` has not. Numba calls the functions of the bindings.
+    # In a block of ``testing.install`` these functions have ``__wrapped__``, and lead to the simulated driver.
     settings = getattr(session.driver, "settings", "cuda")
     if name and settings != "cuda" and not (name == "Numba" and hasattr(cuda.cuInit, "__wrapped__")):
         raise ValueError(

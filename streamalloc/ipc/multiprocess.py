@@ -99,8 +99,8 @@ _TOO_LATE = (
 )
 # ``put`` searches at most this number of objects in its argument, so that a large argument is not delayed.
 _MOST_SEARCHED = 1000
-# These functions are also called for objects of subclasses, because a subclass may have changed the method of the same
-# name.
+# Functions that return the parts of an object. For an object of a subclass, the function of the base class is called,
+# too: the subclass may have overridden the method, and the override would run code of the program within ``put``.
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
     **{group: group.__iter__ for group in (list, tuple, set, frozenset, deque)},

@@ -19,8 +19,8 @@ from streamalloc.core.errors import undoing
 from streamalloc.core.properties import MemLocationType
 from streamalloc.observing.records import Allocation, Happening, Phase
 
-# Bytes by which a pool grows. Allocations of a pool that are further apart are put into different segments of a
-# snapshot.
+# Step in bytes by which a pool grows. Allocations of a pool that are further apart than this are put into different
+# segments of a snapshot.
 _STEP = 32 << 20
 
 

@@ -108,8 +108,8 @@ class BackupSteps:
         OutOfMemoryError, CudaError.
         """
         batch: list[Evictable] = []
-        # The buffers are grouped by store: one `moving` block copies a whole group. A store on disk has its own staging
-        # memory, and its block ends when the copies through that memory are done, before the next block begins.
+        # The buffers are grouped by store, so that one `moving` block copies a whole group. The block of a store on
+        # disk ends only when its copies are done. With a block for each buffer, the host would wait after each buffer.
         for stored, several in itertools.groupby(self.backups.items(), lambda item: item[1].stored):
             with stored.moving(self.stream, out=True) as move:
                 for buffer, backup in several:

@@ -290,7 +290,7 @@ class StoreServer(Closes):
                 channel.send(self._refusal(no_descriptors(1)), timeout=0)
         except OSError:
             # Another thread may have taken the number of the spare descriptor. Then the client waits in the listener's
-            # queue until the next try. Other errors: the client has gone, or belongs to another user.
+            # queue until the next try. Other errors need no answer: the client has gone, or belongs to another user.
             time.sleep(_PAUSE)
         finally:
             with contextlib.suppress(OSError):

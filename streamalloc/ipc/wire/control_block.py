@@ -283,8 +283,9 @@ class ControlBlock:
         self._own.close()
         self.fd.close()
         if self._raw is not None:
-            # A thread of OnceIdle calls this method after the block was dropped, while the thread that attempts the
-            # item waits. So nothing is used here that takes a lock: session.current takes none, a new Device would.
+            # A thread of OnceIdle calls this method after the block was dropped. The thread that attempts the item
+            # waits for it meanwhile, and may hold locks: with a lock that this method takes, both threads could wait
+            # for each other. session.current takes no lock; a new Device would.
             with contextlib.suppress(CudaError), self.session.current(self._ordinal):
                 self.session.release(self, "cuMemHostUnregister")
 
