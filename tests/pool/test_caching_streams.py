@@ -357,7 +357,7 @@ def test_a_thread_with_the_number_of_an_ended_one(device: sa.Device, cache: sa.C
         assert next_address(cache, device) not in addresses
         return True
 
-    assert any(in_threads(second) == [True] for _ in range(50))
+    assert any(in_threads(second) == [True] for _ in range(500))
     gate.open()
     device.synchronize()
     assert cache.statistics().in_use == 0

@@ -476,7 +476,8 @@ def test_free_lists_that_another_thread_changes(pool: sa.MemoryPool, stream: sa.
 
     def make() -> _Ranges:
         cache = vmm.ExpandableCache(pool)
-        filled(cache, [1, 3], stream)
+        both = [cache.allocate(size * MiB, stream) for size in (1, 3)]
+        del both
         ranges: _Ranges = cache._state.live()[0]
         assert len([*ranges.filled(0)]) == 2
         ranges.size_class(5 * MiB)
@@ -509,7 +510,7 @@ class TestLocks:
 
     FIRST: ClassVar[dict[str, tuple[Any, Callable[[World], object]]]] = {
         "cut": (_State.cut, lambda world: world.allocate(5, world.one)),
-        "merge": (_Ranges.merge, lambda world: world.allocate(32, world.one)),
+        "merge": (_Ranges.merge, lambda world: world.allocate(12, world.one)),
         "end": (_Ranges.merge, lambda world: world.one.close()),
     }
 
@@ -517,10 +518,10 @@ class TestLocks:
     def test_of_free_memory(self, device: sa.Device, pool: sa.MemoryPool, other: sa.Stream, first: str) -> None:
         def make() -> TestLocks.World:
             world = self.World(vmm.ExpandableCache(pool), device.create_stream(), other)
-            for buffer in [world.cache.allocate(32 * MiB, stream) for stream in (world.one, world.two)]:
+            for buffer in [world.cache.allocate(12 * MiB, stream) for stream in (world.one, world.two)]:
                 buffer.free()
             for stream in (world.one, world.two):
-                world.allocate(4, stream)  # leaves 28 MiB that were merged, and a free block
+                world.allocate(4, stream)  # leaves 8 MiB that were merged, and a free block
             return world
 
         function, act = self.FIRST[first]
