@@ -1,6 +1,7 @@
 """A process that runs programs, each in a fork of its own: a new process, without the time that imports take."""
 
 import contextlib
+import gc
 import importlib
 import os
 import runpy
@@ -56,6 +57,8 @@ def serve() -> None:
     # What programs would import, each for itself.
     for name in ("pytest", "streamalloc.testing.leaks", *(f"streamalloc.{area}" for area in _AREAS)):
         importlib.import_module(name)
+    # The end of a program collects what it has made only: with all modules it takes four times as long.
+    gc.freeze()
     for line in iter(sys.stdin.readline, ""):
         folder, written, *arguments = line.split()
         child = fork()
