@@ -327,8 +327,8 @@ def test_a_late_answer_is_not_that_of_the_next_call(machine: Any, monkeypatch: p
     monkeypatch.setattr("streamalloc.cli.worker.SECONDS", 0.5)
     with contextlib.closing(Worker(machine)) as worker:
         with pytest.raises(TimeoutError, match="has not answered"):
-            worker.ask(time.sleep, 1.5)
-        time.sleep(1.5)
+            worker.ask(time.sleep, 0.8)
+        time.sleep(0.8)
         with pytest.raises(WorkerError, match="an earlier call"):
             worker.ask(os.getpid)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import shutil
 import struct
 import subprocess
@@ -25,6 +26,7 @@ from streamalloc.cupti.subscription import _known
 from streamalloc.driver.bindings import cuda
 from tests.cupti.interposed import encode
 from tests.processes import in_a_child
+from tests.support import in_threads
 
 KiB = 1 << 10
 
@@ -252,7 +254,8 @@ print("so far", flush=True)
 watch.close()
 time.sleep(0.8)
 """
-    held, free = (python(code.format(sleep=one)) for one in ("ctypes.PyDLL(None).usleep(800_000)", "time.sleep(0.8)"))
+    sleeps = "ctypes.PyDLL(None).usleep(800_000)", "time.sleep(0.8)"
+    held, free = in_threads(*(functools.partial(python, code.format(sleep=one)) for one in sleeps))
     assert held.returncode == free.returncode == 0 and held.stdout == "so far\n"
     assert held.stderr.count("no thread of Python has run") == 1 and free.stderr == ""
 

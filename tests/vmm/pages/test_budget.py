@@ -235,7 +235,10 @@ class TestProcesses:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_failed_release_is_asked_for_again_where_warnings_are_errors(device: sa.Device, tmp_path: Path) -> None:
+def test_a_failed_release_is_asked_for_again_where_warnings_are_errors(
+    device: sa.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamalloc.vmm.pages.budget._AFTER_ERROR", 0.05)
     asked: list[int] = []
     path = tmp_path / "budget"
 
