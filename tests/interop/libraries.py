@@ -55,7 +55,8 @@ class Library(abc.ABC):
         """The bytes of an array, once the stream is done."""
 
     def holds(self, array: Any, value: int, stream: Any = None) -> bool:
-        return bool((np.asarray(self.read(array, stream)).view(np.uint8) == value).all())
+        found = np.asarray(self.read(array, stream)).view(np.uint8)
+        return bool(found.min() == found.max() == value)
 
     def current(self, stream: Any) -> contextlib.AbstractContextManager[object]:
         """A ``with`` block in which a stream is the current one of this thread."""

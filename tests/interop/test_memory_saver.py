@@ -25,7 +25,7 @@ from tests.interop.libraries import Library
 from tests.processes import fork
 from tests.support import MiB, NoHostMemory, in_threads
 
-N = 32 * MiB  # a segment of its own
+N = 12 * MiB  # a segment of its own
 BACKENDS = ["pinned", "mmap"]
 
 

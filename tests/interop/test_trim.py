@@ -13,7 +13,7 @@ from tests.interop.conftest import Get
 from tests.interop.libraries import Library
 from tests.support import MiB, beside
 
-N = 32 * MiB  # a segment of its own
+N = 12 * MiB  # a segment of its own
 WAIT = 20.0
 
 

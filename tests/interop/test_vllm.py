@@ -17,7 +17,7 @@ from tests.interop.conftest import Get
 from tests.interop.libraries import Library
 from tests.support import MiB
 
-N = 32 * MiB  # a segment of its own
+N = 12 * MiB  # a segment of its own
 
 
 @pytest.fixture
