@@ -113,6 +113,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _on_cuda(config):
         # They read what a process shows in which nothing has happened yet.
         items.sort(key=lambda item: "facts" not in item.path.parts)
+    elif "PYTEST_XDIST_WORKER" in os.environ:
+        # They are the longest, and at the end one process would work alone.
+        items.sort(key=lambda item: not item.path.name.endswith("_model.py"))
     seed = config.getoption("--shuffle")
     if seed is not None:
         shuffled = random.Random(seed)
