@@ -139,6 +139,14 @@ class TrackedGraph:
         self.handles.setdefault(handle, []).append(node)
         self.after.setdefault(handle, []).extend(after)
 
+    def remove(self, handle: int) -> None:
+        """Remove the node with this handle, and its edges: the driver may give the handle to a new node."""
+        self.nodes = [one for one in self.nodes if one.handle != handle]
+        self.handles.pop(handle, None)
+        self.after.pop(handle, None)
+        for before in self.after.values():
+            before[:] = [one for one in before if one != handle]
+
     def judge(self, on_hazard: Callable[[Hazard], None]) -> None:
         """Check the nodes that calls have added against each other, in the order of their edges. ``on_hazard`` is
         called with each hazard.
@@ -156,7 +164,7 @@ class TrackedGraph:
         while left:
             ready = [one for one in left if all(it in done or it not in self.handles for it in self.after[one])]
             if not ready:
-                break
+                break  # The edges form a cycle, which the driver refuses at the instantiation.
             for handle in ready:
                 nodes = self.handles[handle]
                 stream = done[handle] = inside.timeline.stream(f"graph node {len(done) + 1} ({nodes[0].what})")

@@ -20,6 +20,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.checker import poison, report, wrapper
+from streamalloc.checker.capture import TrackedGraph, TrackedNode, _Inside
 from streamalloc.checker.report import LEFT_OUT
 from streamalloc.checker.rules.table import RULES
 from streamalloc.driver import selection
@@ -480,6 +481,18 @@ def test_a_node_that_nobody_knows_hides_no_others(bench: Bench) -> None:
     assert bench.driver.hazards == [] and sum("nodes of a graph" in one for one in bench.driver.notes) == 1
     y.fill(1, bench.b)
     assert [one.kind for one in bench.driver.hazards] == ["race"]
+
+
+def test_a_destroyed_node_leaves_no_edges() -> None:
+    """A new node may get its handle. Nodes in a circle are left out."""
+    graph, inside = TrackedGraph(), _Inside(lambda _: None)
+    graph.add(1, TrackedNode("step"), [])
+    graph.add(2, TrackedNode("step"), [1])
+    graph.remove(1)
+    graph.add(1, TrackedNode("step"), [2])
+    assert [*graph.play(inside)] == [2, 1]
+    graph.after[2].append(1)
+    assert graph.play(inside) == {}
 
 
 @pytest.mark.simulated_only("nobody has read what hardware does next")

@@ -286,8 +286,7 @@ def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None
     handle = number_of(args[0])
     for graph in state.graphs.values():
         if any(one.handle == handle for one in graph.nodes):
-            graph.nodes = [one for one in graph.nodes if one.handle != handle]
-            graph.handles.pop(handle, None)
+            graph.remove(handle)
 
 
 def _sets(make: MakeNodes, state: State, name: str, args: Arguments, answer: Answer) -> None:
