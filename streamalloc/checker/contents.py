@@ -227,21 +227,11 @@ class QueuedSources:
         """Return those of ``pieces`` that the host may write without a call that the checker is told of."""
         return [(piece, write) for piece, write in pieces if is_of_host(piece[0])]
 
-    def view(self, pieces: Iterable[Piece]) -> None:
-        """Record that the host has a NumPy array over ``pieces``. The parts that queued work has still to read are
-        watched.
-        """
-        for piece in pieces:
-            range_, low, high = piece
+    @staticmethod
+    def view(pieces: Iterable[Piece]) -> None:
+        """Record that the host has a NumPy array over ``pieces``, and may poll them."""
+        for range_, _, _ in pieces:
             range_.viewed = True
-            for memory, start, end in range_.physical(low, high):
-                for read in memory.reads(start, end):
-                    if not isinstance(read.actor, TrackedStream) or not self._foreign.is_ours(read.actor):
-                        continue
-                    mark = Obstacle(read.actor)
-                    mark.clock = Clock({read.actor.number: read.time})
-                    if not self._timeline.may_be_seen(mark):
-                        self._watch(piece, read.actor, read.what, read.stack, mark)
 
     def may_be_written(self, stream: TrackedStream, memory: frozenset[Bytes] | None) -> None:
         """Record that the latest operation of ``stream`` is a kernel that may write ``memory`` without having declared

@@ -56,6 +56,7 @@ def source(machine: Any) -> Iterator[Source]:
         "as_array h; fill h 3 a; copy_to h x a; synchronize a",
         "w = word; as_array h; copy_to h x a; put a w 1; poke h; synchronize a",
         "w = word; as_array h; until a w 1; fill h 3 a; copy_to h x a; open w; finish_past_it a",
+        "m = managed; as_array m; as_array h; copy_to h x a; cuMemsetD32Async m 1 1 a; poke h; synchronize a",
         "lend a; as_array h; copy_to h x a; poke h; synchronize a",
         "t = their_stream; as_array h; copy_to h x a; e = event; record a e; cuStreamWaitEvent t e 0; at x t; "
         "finish_past_it t; poke h; synchronize device",

@@ -310,6 +310,7 @@ THINGS: dict[str, Callable[..., Any]] = {
     "of_host_pool": of_host_pool,
     "of_shared_pool": _of_shared_pool,
     "opened": lambda b, buffer: b.shared.open(buffer),
+    "managed": lambda b: b.keep(sa.PlainMemory(b.device, managed=True).allocate(SIZE, b.a)),
     "node_pool": lambda b: b.keep(sa.MemoryPool(sa.MemLocation.host_numa(0), driver=b.driver)),
     "default_pool": lambda b: sa.MemoryPool.default(b.device),
     "of_current_pool": lambda b, stream: sa.allocate(SIZE, stream),
