@@ -89,11 +89,9 @@ class HandleCounts:
         elif name in ENDERS:
             handle = number_of(args[0])
             for kind in ENDERS[name]:
-                if self._live[kind, handle] > 1:
-                    self._live[kind, handle] -= 1
-                    break
-                if self._live.pop((kind, handle), 0):  # Each unmap reads all keys, so old ones go.
-                    break
+                count = self._live.pop((kind, handle), 0)  # Each unmap reads all keys, so old ones go.
+                if count > 1:
+                    self._live[kind, handle] = count - 1
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name in _NODES:
