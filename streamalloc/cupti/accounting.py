@@ -655,8 +655,7 @@ class Followed(Wrapper):
         if name not in self._functions or self._account.failure is not None:
             return answer
         if os.getpid() == self._process:  # Otherwise another thread may have had the account's lock at the fork.
-            found = self.wrapped.cuCtxGetCurrent()
-            context = 0 if int(found[0]) else number_of(found[1])
+            context = number_of(self.wrapped.cuCtxGetCurrent()[1])
             # Another thread may get freed memory before the account is told of the free. It gets the memory after the
             # call began, so the times tell whose memory was freed. No lock is held meanwhile: finalisers free memory.
             now = before if name in _ENDERS else time_ns()
