@@ -11,7 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.account import HandleCounts
-from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
+from streamalloc.driver.bindings import BINDINGS_VERSION, cuda, signature
 from streamalloc.driver.protocol import FUNCTIONS
 from tests.support import MiB, beside, each_raises, holds, in_threads, names
 
@@ -282,3 +282,19 @@ def test_handles_of_the_past_are_not_kept() -> None:
         assert counts.owns("cuStreamDestroy", handle)
         counts.note("cuStreamDestroy", (handle,), (done,), False)
         assert not counts.owns("cuStreamDestroy", handle) and not counts._live
+
+
+def test_memory_of_a_graph_may_be_freed_and_is_not_counted() -> None:
+    counts, params = HandleCounts(), cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
+    params.dptr = 4096
+    counts.note("cuGraphAddMemAllocNode", ("graph", [], 0, params), (cuda.CUresult.CUDA_SUCCESS, "node"), False)
+    assert counts.may_end("cuMemFreeAsync", 4096) and counts.outstanding() == {}
+
+
+def test_types_of_results_are_read_from_the_bindings() -> None:
+    assert signature(cuda, "cuMemPoolCreate")[1] == ["CUmemoryPool"]
+
+
+def test_no_word_of_a_report_is_broken() -> None:
+    path = "/a/path" * 20
+    assert path in str(sd.Hazard("race", f"two writes in {path}", "order them", 512)).split()

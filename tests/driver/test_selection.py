@@ -69,6 +69,7 @@ def test_settings(environment: Callable[[str], None], text: str, expected: dict[
     ("text", "words"),
     [
         ("gpu", "'gpu'.*cuda, simulated"),
+        ("virtual:4", "'virtual:4'.*cuda, simulated"),
         ("simulated:many", "'many' is no setting.*devices"),
         ("simulated:colour=red", "'colour=red' is no setting.*patience"),
         ("simulated:seed=x", "'seed=x'"),
