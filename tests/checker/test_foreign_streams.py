@@ -105,6 +105,7 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     ),
     "memory that is not there yet": ("x = new b; t = their_stream; at x t", ["use before allocation"]),
     "the host waits past the checker": (HELD + "open w; finish_past_it t; free x b", []),
+    "the host waits for the context": (HELD + "open w; synchronize device; free x b", []),
     "the host does not wait": (HELD + "free x b; open w; finish_past_it t", ["free racing a use"]),
 }
 

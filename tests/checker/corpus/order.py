@@ -52,6 +52,7 @@ race
     per_thread_streams_of_two_threads: x = ready; s = per_thread; elsewhere work x 1|0; write x s
     threads_one_after_the_other_have_streams_of_their_own: x = ready; elsewhere work x 1|0; elsewhere work x 1|0
     dlpack_was_asked_for_no_order: x = ready; write x a; + dlpack x b; - dlpack x; read x b
+    a_consumer_of_dlpack_still_reads: x = ready; dlpack x b; + b > a; write x a
     an_array_without_a_stream_has_to_be_ready: x = ready; y = ready; write x a; + z = array x a; - z = array x;
         copy_from y z b
     an_array_of_the_wrong_stream: x = ready; y = ready; l = legacy; write y l|c; z = array y l; copy_to x z b
