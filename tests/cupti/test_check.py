@@ -19,6 +19,7 @@ from streamalloc import cupti
 from streamalloc.cupti import blocks, callers, checking, kernels
 from streamalloc.cupti.checking import Check
 from streamalloc.cupti.libraries import Libraries
+from streamalloc.cupti.operators import Operators, _Schema
 from streamalloc.driver.bindings import cuda
 from tests.cupti.pytorch import MiB, Tensor, Torch, schema_of
 from tests.interop import standins
@@ -769,6 +770,13 @@ def test_operators_that_may_use_other_parts_are_in_order(checked: Any, schema: s
             s.torch.run(schema, lambda stream=stream: s.driver.launch("part", stream, whole, other), *make(whole))
 
     assert checked(scene).hazards == []
+
+
+def test_a_list_of_tensors_may_have_gaps() -> None:
+    found = Operators.__new__(Operators)
+    found._plain = (Tensor,)
+    schema = _Schema([(0, "tensors", True)], True, False)
+    assert found._operands(schema, ([None, 1, Tensor(64, 4)],), {}) == [(64, 80, True)]
 
 
 @launches

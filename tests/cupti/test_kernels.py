@@ -33,6 +33,11 @@ def test_a_name_tells_what_is_written(name: str, what: str, written: tuple[int, 
     assert found.what == what and found.written(ADDRESSES) == written
 
 
+def test_names_stay_mangled_without_the_library_of_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: ctypes.cdll.LoadLibrary(f"no such {name}"))
+    assert Kernel("_Z3addPfPKf", None).what == "kernel _Z3addPfPKf"
+
+
 def test_a_kernel_without_addresses_writes_nothing() -> None:
     assert Kernel(FIND, None).written(()) == ()
 
