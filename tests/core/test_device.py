@@ -205,6 +205,15 @@ class TestStreamsOfADevice:
             device.synchronize()
             assert sorted(done) == [1, 2]
 
+    @pytest.mark.gpus(2)
+    def test_synchronize_drains_closed_streams_of_its_device_only(self, device: sa.Device, peer: sa.Device) -> None:
+        streams = device.create_stream(), peer.create_stream(), device.create_stream()
+        for stream in streams[:2]:
+            stream.close()
+        device.synchronize()
+        assert [stream.drained for stream in streams] == [True, False, False]
+        streams[2].close()
+
 
 def test_nothing_is_asked_twice_for_an_ordinal(machine: Any, traced: Any, device: sa.Device) -> None:
     del traced.calls[:]

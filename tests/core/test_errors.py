@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.errors import error_from
+from streamalloc.core.session import Session
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.errors import PreventedCallError
 from streamalloc.vmm.pages.places import usage
 from tests.support import GROWTH, MiB, each_raises
 
@@ -208,3 +211,17 @@ def test_memory_that_cannot_be_shared_says_what_can(device: sa.Device, pool: sa.
         stream.synchronize()
         arena.trim()
         assert usage(arena._physical).startswith("1 page is in use")
+
+
+def test_a_handle_whose_end_was_prevented_is_kept(raw: Any) -> None:
+    class Prevents:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(raw, name)
+
+        def cuEventDestroy(self, event: Any) -> Any:
+            raise PreventedCallError("a hazard")
+
+    owner = SimpleNamespace(_raw="handle")
+    with pytest.raises(PreventedCallError):
+        Session.of(Prevents()).release(owner, "cuEventDestroy")
+    assert owner._raw == "handle"

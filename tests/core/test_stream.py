@@ -64,8 +64,8 @@ class TestOrder:
 
             buffer = thread.submit(queue).result()
             theirs, later = buffer.stream, device.create_stream()
-            event = theirs.record()
             later.wait(theirs)
+            event = theirs.record()
             assert not theirs.query() and not event.query() and pending(later)
             buffer.free(theirs)
             with pool.allocate(MiB, device.per_thread_stream) as mine:
