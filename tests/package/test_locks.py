@@ -22,8 +22,9 @@ from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.fence import Fence, all_work, queue_behind, queue_if_allowed, settle
 from streamalloc.core.graph import Capture
+from streamalloc.core.library_streams import LibraryStream
 from streamalloc.core.session import Session, session_of, sessions
-from streamalloc.core.stream import OwnStream
+from streamalloc.core.stream import DefaultStream, OwnStream
 from streamalloc.driver.internal import cuda
 from streamalloc.interop import torch as torch_bridge
 from streamalloc.observing import observer as observed
@@ -322,6 +323,35 @@ class TestStreams:
             assert names(driver, begin, end, destroy) in ([destroy], [begin, end], [begin, end, destroy])
             stream.close()
             driver.calls.clear()
+
+    def test_no_stream_of_other_code_is_closed_in_a_capture(self) -> None:
+        device = sa.Device(0, driver=sd.simulated())
+
+        def make() -> TestStreams.State:
+            theirs = device.create_stream()
+            ours = sa.Stream.of_handle(device, theirs.handle, theirs)
+            return self.State(ours, theirs, contextlib.ExitStack(), [])
+
+        def close(state: TestStreams.State) -> None:
+            with contextlib.suppress(sa.CaptureError):
+                state.stream.close()
+
+        for state in interleaved(LibraryStream._close, make, close, TestEnds.use(self.begin)):
+            assert state.stream._closed is (state.stream._capture is None)
+            state.entered.close()
+
+    def test_no_call_is_made_directly_at_any_moment(self) -> None:
+        """While a default stream has items to attempt first."""
+        stream = sa.Device(0, driver=sd.simulated()).default_stream
+        stream._before_work.append(TestDeferred.Item())
+        stream._forbid_direct()
+        found: list[bool] = []
+
+        def look(_: None) -> None:
+            found.append(stream.usable)
+
+        for _ in interleaved(DefaultStream._allow_direct, lambda: None, lambda _: stream._allow_direct(), look):
+            assert not found.pop()
 
     def test_a_finaliser_does_not_wait_for_who_closes_a_stream(self) -> None:
         stream = sa.Device(0, driver=sd.simulated()).create_stream()
