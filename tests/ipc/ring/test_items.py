@@ -1,5 +1,6 @@
 """Items: sizes, order, back pressure, streams of every kind, captures; arguments; messages that are none of a ring."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc import Ring, RingProducer
-from streamalloc.ipc.ring.protocol import ANSWER, END, HELLO, MAGIC, PACKET, VERSION
+from streamalloc.ipc.ring.protocol import ANSWER, END, HELLO, MAGIC, PACKET, VERSION, Introduction
 from streamalloc.testing import Gate
 from tests.interop.libraries import LibraryStream
 from tests.ipc.ring import support as steps
@@ -289,6 +290,11 @@ class TestStrangers:
         wrong += [(MAGIC + data[6 : HELLO.size], handles)]
         for at in rng.choice(len(data), 30, replace=False):
             wrong.append((data[:at] + bytes([data[at] ^ 0x41]) + data[at + 1 :], handles))
+        parts: list[Any] = [SimpleNamespace(data=data, handles=())]
+        parts.append(SimpleNamespace(data=data[: HELLO.size], handles=handles))
+        for part in parts:
+            with pytest.raises(ipc.ProtocolError, match="is inconsistent"):
+                Introduction.of(part)
         left = [tried for tried in wrong if not refused(partner, *tried)]
         # The bytes of a slot are the producer's to say, and so are the words: those are numbers without a checksum.
         assert len(left) < 10
