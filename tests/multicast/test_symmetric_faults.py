@@ -9,6 +9,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from secrets import token_hex
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
@@ -187,6 +188,17 @@ class TestGroups:
             outcomes = few.outcomes(lambda rank: RankGroup(rank.group).step("map", refuse, None))
             assert [str(error) for error in outcomes] == 2 * ["rank 1 failed in step 'map': OSError: \\udcff"]
             few.run(lambda rank: rank.group.barrier())
+
+    def test_ranks_meet_after_a_failure(self) -> None:
+        met, alone = list[object](), RankGroup(None, 2)
+        communicator: Any = SimpleNamespace(rank=0, size=2, barrier=lambda timeout: met.append(timeout))
+        group = RankGroup(communicator)
+        for one in (group, alone):
+            one.barrier_after_failure(None)
+            assert not one.failed
+        group.failed = True
+        group.barrier_after_failure(None)
+        assert met == [None]
 
     @pytest.mark.parametrize(
         ("calls", "rank"),
