@@ -8,8 +8,8 @@ import time
 import weakref
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
@@ -19,6 +19,8 @@ from streamalloc import interop, vmm
 from streamalloc.core.internal import deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
+from streamalloc.interop import rmm as rmm_bridge
+from streamalloc.interop import torch as torch_bridge
 from streamalloc.interop.bridge import BATCH, FreeAfterAll, Ledger, Sources
 from streamalloc.interop.cupy import _in_relaxed_mode
 from streamalloc.testing import Faults, Gate
@@ -416,6 +418,20 @@ class TestExceptions:
                 library.make(N)
             for _ in range(500):
                 time.sleep(0.01)
+
+    def test_of_a_free_are_not_raised(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """RMM would end the process, and a trim of PyTorch's segments goes on to the next one."""
+
+        def fail(*_: object) -> NoReturn:
+            raise ZeroDivisionError
+
+        seen: list[Any] = []
+        monkeypatch.setattr("sys.unraisablehook", seen.append)
+        monkeypatch.setattr(torch_bridge, "_made", [])
+        ledger: Any = SimpleNamespace(allocate=fail, free=fail)
+        rmm_bridge._callbacks(ledger, 0)[1](4096, 64, SimpleNamespace(__cuda_stream__=lambda: (0, 1)))
+        assert torch_bridge.Callbacks(ledger)._free(4096) == 0
+        assert [type(one.exc_value) for one in seen] == [ZeroDivisionError]
 
     def test_of_python_callers_go_on_to_them(self, get: Get, pool: sa.MemoryPool) -> None:
         library = get("cupy")
