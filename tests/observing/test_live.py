@@ -100,6 +100,10 @@ class TestTerminal:
         time.sleep(0.02)
         assert len(terminal.shown) == count
 
+    def test_is_there_at_once(self, terminal: Screen, pool: sa.MemoryPool) -> None:
+        with live(pool, every=60):
+            assert eventually(lambda: bool(terminal.shown), 10)
+
     def test_of_all_pools(self, terminal: Screen, device: sa.Device, pool: sa.MemoryPool) -> None:
         with live(every=0.005):
             with sa.MemoryPool(device) as other:

@@ -25,7 +25,7 @@ from streamalloc.observing.observer import Account
 from streamalloc.observing.records import places
 from tests.interleaving import interleaved
 from tests.processes import fork
-from tests.support import MiB, beside, collecting_at, each_raises, read
+from tests.support import GROWTH, MiB, beside, collecting_at, each_raises, read
 
 
 def line() -> int:
@@ -502,6 +502,20 @@ class TestReports:
             assert observer.live[-1].names == (("pool", "kv"),)
             one.free()
 
+    def test_counters(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, max_size=GROWTH) as pool, sa.observe(pool) as seen:
+            one, two = pool.allocate(1000, stream), pool.allocate(3000, stream)
+            one.free()
+            with pytest.raises(sa.OutOfMemoryError):
+                pool.allocate(4 * GROWTH, stream)
+            three = pool.allocate(10, stream)
+            found = seen.counters()
+            assert found == (3010, 4000, 2, 3, 4010, 2, 3000, found.failures)
+            assert found.failures >= 1
+            two.free()
+            three.free()
+            assert seen.counters()[:5] == (0, 4000, 0, 3, 4010)
+
     def test_leaks_by_place(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         assert not observer.leaks()
         observer.assert_nothing_left()
@@ -518,7 +532,8 @@ class TestReports:
         assert repr(report) == "<LeakReport: 7 MiB in 4 allocations still allocated>"
         assert first.startswith("  4 MiB in 1 allocation from test_observer.py:")
         assert f"3 MiB in 3 allocations from test_observer.py:{here} in " in str(report)
-        assert "&lt;cache&gt;" in report._repr_html_() and "<cache>" not in report._repr_html_()
+        assert f"test_observer.py:{here} in " in report._repr_html_() and "&lt;cache&gt;" in report._repr_html_()
+        assert "<cache>" not in report._repr_html_()
         with pytest.raises(LeakError, match="7 MiB in 4 allocations") as caught:
             observer.assert_nothing_left()
         again = pickle.loads(pickle.dumps(caught.value))
