@@ -11,6 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
+from streamalloc.pool.cache import allocator as allocators
 from streamalloc.pool.cache.blocks import class_size
 from streamalloc.testing import Gate
 from tests.support import GROWTH, KEEP, MiB, captured, each_raises, executed, holds, names
@@ -179,6 +180,8 @@ class TestSizes:
         cache.allocate(320 * MiB, stream).free()
         wanted = cache._state.of(stream).size_class(MiB)  # type: ignore[union-attr]
         assert cache._state._allowance(wanted) == 352 * MiB
+        cache._state._releases = 1000
+        assert cache._state._allowance(wanted) == 640 * MiB
         stream.synchronize()
         cache.trim()
         assert cache._state._allowance(wanted) == 32 * MiB
@@ -437,10 +440,21 @@ class TestStepsAside:
         with stream.capture("relaxed") as graph:
             del traced.calls[:]
             with cache.allocate(MiB, other), cache.allocate(40 * MiB, other):
-                pass
+                assert not cache._state.flush()
             assert names(traced, "cuMemPoolGetAttribute", "cuMemFreeAsync") == []
         graph.close()
         assert cache.statistics().cached == 73 * MiB
+
+    def test_a_block_that_cannot_return_home_returns_to_the_pool(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Other code begins a capture in the middle of the free."""
+        monkeypatch.setattr(allocators, "record_uncaptured", lambda _: None)
+        cache.allocate(SIZE, other).free()
+        buffer = cache.allocate(SIZE, stream)
+        assert other.handle
+        buffer.free(other)
+        assert buffer.freed and cache.statistics()[4:6] == (0, SIZE)
 
     def test_asks_in_the_relaxed_mode_only(self, traced: Any, device: sa.Device, cache: sa.CachingAllocator) -> None:
         """Another library may be capturing."""

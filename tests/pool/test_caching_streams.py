@@ -23,7 +23,7 @@ from streamalloc.pool.cache.state import MAX_RETURNING, StreamCache
 from streamalloc.testing import Gate
 from tests.interleaving import interleaved
 from tests.interop.libraries import LibraryStream
-from tests.support import MiB, captured, collecting_at, executed, holds, in_threads, later_memory_is_whole
+from tests.support import MiB, captured, collecting_at, executed, holds, in_threads, later_memory_is_whole, names
 
 SIZE = 4096
 
@@ -100,6 +100,20 @@ def test_calls_of_a_hit(cache: sa.CachingAllocator, device: sa.Device, traced: A
         del traced.calls[:]
     assert cache.statistics().misses == 1
     buffer = None  # type: ignore[assignment]
+
+
+def test_a_buffer_dropped_while_its_stream_is_in_use(
+    cache: sa.CachingAllocator, device: sa.Device, stream: sa.Stream, traced: Any
+) -> None:
+    """Its block waits for no event of the default stream, which is ordered after blocking streams."""
+    buffer = cache.allocate(SIZE, stream)
+    address = buffer.address
+    stream._forbid_direct()
+    del buffer
+    stream._allow_direct()
+    del traced.calls[:]
+    cache.statistics()
+    assert names(traced, "cuEventRecord") == [] and cache.allocate(SIZE, stream).address == address
 
 
 def test_the_default_stream_has_one_cache_whatever_its_handle(cache: sa.CachingAllocator, device: sa.Device) -> None:

@@ -41,6 +41,17 @@ class TestTheFirstErrorIsKept:
         assert "pool" not in checker.outstanding()
         assert caught.value.call == "cuMemPoolSetAttribute"
 
+    def test_a_pool_of_a_lost_context_is_ended_once(self, faults: Any, device: sa.Device, stream: sa.Stream) -> None:
+        pool = sa.MemoryPool(device)
+        buffer, end = pool.allocate(64, stream), pool._end
+        pool.close()
+        assert end is not None and end._raw is not None
+        faults.fail("cuMemPoolGetAttribute", times=9, result="CUDA_ERROR_ILLEGAL_ADDRESS")
+        buffer.free()
+        end_what_was_dropped()
+        assert end._raw is None
+        faults.stop()
+
     def test_of_a_block(self, faults: Faults, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         """A buffer's free fails while the block's own exception is on its way."""
         faults.fail("cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-from streamalloc.core.internal import Fence
+from streamalloc import vmm
+from streamalloc.core.internal import Fence, deferred_queue
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import plain as of_plain
 from streamalloc.pool.internal import OnceIdle
 from streamalloc.testing import Faults, Gate, settle
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import MiB, each_raises, eventually, holds
+from tests.vmm.support import PAGE
 
 KINDS: dict[str, Callable[[sa.Device], sa.PlainMemory]] = {
     "device": sa.PlainMemory,
@@ -108,6 +110,32 @@ class TestPlainMemory:
             buffer.free()
 
 
+class TestMemoryOfOthers:
+    def test_ranges_side_by_side(self, device: sa.Device, stream: sa.Stream) -> None:
+        """A program can map its memory so. The driver answers for one range at a time."""
+        with vmm.AddressRange(2 * PAGE) as whole:
+            start = whole.address
+        with contextlib.ExitStack() as stack:
+            for address in (start, start + PAGE):
+                range_ = stack.enter_context(vmm.AddressRange(PAGE, address=address))
+                range_.map(stack.enter_context(vmm.PhysicalMemory(device, PAGE)), access=device)
+            with sa.Buffer.from_handle(start, 2 * PAGE, owner=range_, stream=stream) as buffer:
+                assert buffer.location == device.location
+            with pytest.raises(ValueError, match="has 4 MiB"):
+                sa.Buffer.from_handle(start, 2 * PAGE + 1, owner=range_, stream=stream)
+
+    def test_memory_of_a_graph(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with stream.capture() as graph:
+            given = pool.allocate(64, stream)
+        graph.launch(stream)
+        stream.synchronize()
+        found = sa.Buffer.from_handle(given.address, 64, owner=graph, stream=stream)
+        assert found.address == given.address and found.owner is graph
+        given.free()
+        stream.synchronize()
+        graph.close()
+
+
 class TestCallbacks:
     def test_memory_of_other_allocators(self, device: sa.Device, stream: sa.Stream) -> None:
         with sa.MemoryPool(device, name="small") as small, sa.MemoryPool(device, name="large") as large:
@@ -142,6 +170,7 @@ class TestCallbacks:
                 del buffer
                 settle()
             assert given == [(address, 1000, other if how == "free" else stream)]
+            assert len(deferred_queue(session_of(device))) == 0
             raw.cuMemFree(address)
 
     def test_limits_and_errors(self, device: sa.Device, stream: sa.Stream) -> None:
