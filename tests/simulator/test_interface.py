@@ -303,3 +303,11 @@ def test_what_is_not_known_is_not_guessed(name: str) -> None:
     attempt, message = REFUSED[name]
     with pytest.raises(NotImplementedError, match=f"not modelled: .*{message}"):
         attempt(new_rig(devices=2))
+
+
+@pytest.mark.parametrize(("domains", "answer"), [((0, 3), 0), ((0, 4), 1), ((200, 0), 1)])
+def test_a_memory_sync_domain_that_there_is_not(rig: Rig, domains: tuple[int, int], answer: int) -> None:
+    value = cuda.CUstreamAttrValue()
+    value.memSyncDomainMap.default_, value.memSyncDomainMap.remote = domains
+    attribute = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP
+    assert rig.raw.cuStreamSetAttribute(rig.stream(), attribute, value)[0] == answer

@@ -14,6 +14,7 @@ import pytest
 from streamalloc import driver as sd
 from streamalloc import testing
 from streamalloc.driver.bindings import cuda, runtime
+from streamalloc.simulator.calls.kernels import offsets
 from tests.facts.enums import DEVICE, READ
 from tests.facts.support import PAGE, Rig
 from tests.facts.support import value as ok
@@ -463,3 +464,7 @@ def test_the_checker_sees_kernels(raw: Any, scale: list[Any], call: str) -> None
     assert [hazard.kind for hazard in checked.hazards] == ["race"]
     ok(checked.cuCtxSynchronize())
     ok(checked.cuMemFree(memory))
+
+
+def test_parameters_are_aligned() -> None:
+    assert offsets((ctypes.c_bool, ctypes.c_uint64, ctypes.c_uint8, ctypes.c_uint16)) == [0, 8, 16, 18]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import testing
 from streamalloc.simulator import DeadlockError
+from streamalloc.simulator.multicast import MulticastMemory
 from streamalloc.testing.multimem import SUPPORTED
 from tests.facts.enums import DEVICE, FABRIC, POSIX_FD, READ, READWRITE
 from tests.facts.support import PAGE, Rig, said, value
@@ -573,3 +575,11 @@ with sa.Device(0, driver=raw).create_stream() as stream:
         testing.multimem_red(stream, address, np.ones(1, np.uint32))
     stream.synchronize()
 """
+
+
+def test_memory_that_another_process_has_unbound_is_not_kept() -> None:
+    closed: list[int] = []
+    table = SimpleNamespace(devices=[0], bindings=list)
+    memory: Any = SimpleNamespace(table=table, _windows={7: SimpleNamespace(close=lambda: closed.append(7))})
+    assert MulticastMemory.replicas(memory, 0, 64) == {0: []}
+    assert closed == [7] and memory._windows == {}
