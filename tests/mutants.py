@@ -60,7 +60,13 @@ AREAS = {
     "multicast": ("multicast",),
     "observing": ("observing", "package/test_locks.py"),
     "interop": ("interop", "package/test_locks.py"),
-    "testing": ("testing", "core/test_stream.py", "simulator/test_multicast.py", "package/test_locks.py"),
+    "testing": (
+        "testing",
+        "checker/test_corpus.py",
+        "core/test_stream.py",
+        "simulator/test_multicast.py",
+        "package/test_locks.py",
+    ),
 }
 """Tests that are run for the mutants of an area, the first that fails ends them."""
 _SECONDS = 600

@@ -19,7 +19,8 @@ from streamalloc import testing
 from streamalloc.cli import main
 from streamalloc.cli import run as run_command
 from streamalloc.driver.bindings import cuda, runtime
-from streamalloc.testing import installing
+from streamalloc.driver.internal import default_of_threads
+from streamalloc.testing import installing, tools
 from tests.processes import finished, python
 from tests.testing.conftest import Run
 
@@ -300,3 +301,19 @@ def test_an_interpreter_without_bindings_runs_the_program(tmp_path: Path) -> Non
     path = os.pathsep.join([str(tmp_path), str(Path(sd.__file__).with_name("startup"))])
     run = finished(python("print('runs')"), PYTHONPATH=path, STREAMALLOC_INSTALL="simulated")
     assert (run.stdout, run.stderr) == ("runs\n", "")
+
+
+@pytest.mark.parametrize("choice", ["simulated:2", "cuda"])
+def test_a_notebook_says_what_it_runs_on(
+    choice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, before = sd.checked(sd.simulated(devices=2)), default_of_threads()
+    monkeypatch.setenv("STREAMALLOC_DRIVER", choice)
+    monkeypatch.setattr(tools, "default_or_simulated", lambda **_: (machine, ""))
+    monkeypatch.setattr(tools, "choice_of", lambda _: choice)
+    try:
+        assert testing.notebook() is machine
+    finally:
+        sd.set_default(before)
+    told = f"running on 2 x {sa.Device(0, driver=machine).name}"
+    assert capsys.readouterr().out == f"{told}{', simulated' * (choice != 'cuda')}\n"

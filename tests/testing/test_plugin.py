@@ -316,6 +316,8 @@ def test_releases(streamalloc_machine, stream):
     with sa.MemoryPool(sa.Device(0)) as pool:
         pool.allocate(4096, stream)
         pool.allocate(4096, stream).free()
+    in_cycle = [made()]
+    in_cycle.append(in_cycle)
 
 def test_fails(streamalloc_machine):
     kept.append(made())
