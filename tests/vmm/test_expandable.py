@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import pytest
@@ -15,9 +16,11 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.core.session import session_of
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.testing import Gate, settle
 from streamalloc.vmm.expandable import FreeRanges, _Ranges, _State
+from streamalloc.vmm.internal import unwatch_mappings, watch_mappings
 from tests.interleaving import interleaved
 from tests.support import MiB, executed, holds, pending
 
@@ -52,6 +55,24 @@ def filled(cache: sa.CachingAllocator, sizes: list[int], stream: sa.Stream) -> l
     for number, buffer in enumerate(found):
         buffer.fill(number, stream)
     return found
+
+
+def test_watchers_are_told_where_memory_will_be_mapped(cache: vmm.ExpandableCache, stream: sa.Stream) -> None:
+    class Watcher:
+        def __init__(self) -> None:
+            self.told: list[range] = []
+
+        def to_be_mapped(self, address: int, nbytes: int) -> None:
+            self.told.append(range(address, address + nbytes))
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: None
+
+    watcher: Any = Watcher()
+    watch_mappings(session_of(stream), watcher)
+    with cache.allocate(4 * MiB, stream) as one, cache.allocate(64 * MiB, stream) as two:
+        assert all(any(buffer.address in part for part in watcher.told) for buffer in (one, two))
+    unwatch_mappings(session_of(stream), watcher)
 
 
 class TestFreeRanges:
@@ -535,6 +556,14 @@ class TestLocks:
             assert sum(stop - start for start, stop in parts) == state.segment.reserved
             world.cache.close()
             world.one.close()
+
+    def test_a_list_that_another_thread_has_emptied_hides_no_other(self) -> None:
+        size = SimpleNamespace(nbytes=4 * MiB, count=1)
+        free = [SimpleNamespace(address=8 * MiB, size_class=size)]
+        cache = SimpleNamespace(segment=SimpleNamespace(base=0), blocks={}, used=4 * MiB, used_high=0)
+        merged: Any = SimpleNamespace(cache=cache, filled=lambda least: [[], free], ranges=FreeRanges())
+        _Ranges.merge(merged, 1)
+        assert [*merged.ranges] == [(8 * MiB, 12 * MiB)] and free == [] and cache.used == size.count == 0
 
     def test_two_threads_that_need_memory_get_it_from_the_cache(self, pool: sa.MemoryPool, other: sa.Stream) -> None:
         found: list[sa.Buffer] = []

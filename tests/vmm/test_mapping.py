@@ -524,6 +524,10 @@ class TestTwoDevices:
         device.synchronize()
         assert read(mine)[-9:].tolist() == [3] + 8 * [4] and read(theirs)[:9].tolist() == 8 * [4] + [3]
 
+    def test_host_memory_for_one(self, peer: sa.Device, pages: vmm.AddressRange) -> None:
+        with vmm.PhysicalMemory(sa.MemLocation.host_numa(0), PAGE, driver=peer.driver) as memory:
+            assert pages.map(memory, access=peer).stream.device == peer
+
     def test_taken_from_one(self, account: Account) -> None:
         """Only the device that loses access is waited for."""
         one, two = (sa.Device(ordinal, driver=account.driver) for ordinal in (0, 1))

@@ -686,11 +686,18 @@ class TestTiers:
     def test_memory_is_taken_once(self, make: Callable[[], vmm.HostTier], act: str) -> None:
         taken: list[Stored] = []
 
+        def begin() -> vmm.HostTier:
+            tier = make()
+            if act == "_forget_unused":
+                tier.reserve(1, self.SIZE)
+            return tier
+
         def take(tier: vmm.HostTier) -> None:
             taken.append(self.stored(tier))
 
         first = take if act == "_take" else vmm.HostTier._forget_unused
-        for tier in interleaved(getattr(vmm.HostTier, act), make, first, take):
+        at = "opcode" if act == "_take" else "line"
+        for tier in interleaved(getattr(vmm.HostTier, act), begin, first, take, at=at):
             addresses = np.concatenate([one.room.addresses for one in taken]).tolist()
             assert len(addresses) == len({*addresses}) and tier.used == len(addresses) * self.SIZE
             taken.clear()
