@@ -105,7 +105,6 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     ),
     "memory that is not there yet": ("x = new b; t = their_stream; at x t", ["use before allocation"]),
     "the host waits past the checker": (HELD + "open w; finish_past_it t; free x b", []),
-    "the host waits for the context": (HELD + "open w; synchronize device; free x b", []),
     "the host does not wait": (HELD + "free x b; open w; finish_past_it t", ["free racing a use"]),
 }
 
@@ -115,6 +114,13 @@ def test_programs(bench: Bench, name: str) -> None:
     steps, expected = PROGRAMS[name]
     Steps(bench, True).run(steps)
     assert kinds(bench) == expected
+
+
+def test_a_stream_is_of_the_context_that_the_driver_names(bench: Bench, library: Library, memory: Any) -> None:
+    stream, state = library.stream(), bench.driver.state
+    library.use(memory, stream)
+    with bench.device.current():
+        assert state.stream(stream) in state.streams.all(state.context())
 
 
 @pytest.mark.parametrize("shown", ["handle", "cuda_stream"])
