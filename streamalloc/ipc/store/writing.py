@@ -398,10 +398,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return [tuple(json.loads(bytes(one))) for one in found]
 
     def abort(self) -> None:
-        """Release the memory without a commit (``cuMemUnmap``, ``cuMemRelease``), also if the connection to the server
-        has ended. The host waits for all work of the device. With a ``group`` this rank votes against the commit, so no
-        rank commits. Idempotent; no effect after a commit. Raises CudaError if the driver refuses to unmap: call it
-        again then. Also raises the errors of the communicator.
+        """Release the memory without a commit (``cuMemUnmap``, ``cuMemRelease``), also if the server has ended. The
+        host waits for all work of the device. With a ``group``, no rank commits. Idempotent; no effect after a commit.
+        Raises CudaError if the driver refuses: call it again then. Also raises the errors of the communicator.
         """
         # An epoch whose connection has ended still has its memory.
         if not self.epoch and not self.range.closed:
