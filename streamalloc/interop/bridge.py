@@ -73,6 +73,17 @@ class AllocatorSource(Protocol):
     def allocate(self, nbytes: int, stream: Stream, /) -> Memory: ...
 
 
+_OF_CUDA = f"bridges-cuda{BINDINGS_VERSION.partition('.')[0]}"
+_EXTRAS = {
+    "cupy": _OF_CUDA,
+    "jax": "bridges-jax",
+    "numba": _OF_CUDA,
+    "rmm": _OF_CUDA,
+    "torch": "bridges-torch",
+}
+"""Extra of this package that installs a library, by the library's top-level package."""
+
+
 def library(name: str, session: Session | None = None) -> Any:
     """Import the module ``name`` of another library, and return the module.
 
@@ -93,11 +104,10 @@ def library(name: str, session: Session | None = None) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise
-        first = name.partition(".")[0]
-        extra = f"bridges-{first if first in ('jax', 'torch') else 'cuda' + BINDINGS_VERSION.partition('.')[0]}"
-        raise ModuleNotFoundError(
-            f"{name} is not installed: pip install 'streamalloc[{extra}]'", name=error.name
-        ) from None
+        package = name.partition(".")[0]
+        extra = _EXTRAS.get(package)
+        wanted = package if extra is None else f"'streamalloc[{extra}]'"
+        raise ModuleNotFoundError(f"{error.name} is not installed: pip install {wanted}", name=error.name) from None
 
 
 def library_for(name: str, memory: Memory) -> Any:

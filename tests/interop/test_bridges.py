@@ -176,9 +176,14 @@ class TestSources:
                 library.make(N)
 
     def test_a_library_that_is_not_there(self, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module, extra in (("cupy", r"bridges-cuda1\d"), ("torch", "bridges-torch")):
+        for missing, extra in (
+            ("cupy", r"bridges-cuda1\d"),
+            ("numba.cuda", r"bridges-cuda1\d"),
+            ("torch", "bridges-torch"),
+        ):
+            module = missing.partition(".")[0]
             monkeypatch.setitem(sys.modules, module, None)
-            with pytest.raises(ModuleNotFoundError, match=extra):
+            with pytest.raises(ModuleNotFoundError, match=rf"^{missing} is not installed: pip install .*{extra}"):
                 getattr(interop, module).use(pool)
 
 

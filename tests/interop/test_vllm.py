@@ -380,7 +380,7 @@ class TestPlugin:
 
     def test_without_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "vllm", None)
-        with pytest.raises(ModuleNotFoundError, match="vllm"):
+        with pytest.raises(ModuleNotFoundError, match=r"^vllm\S* is not installed: pip install vllm$"):
             vllm.install()
 
     def test_the_backend(self, torch: Library, backend: SleepModeBackend) -> None:
