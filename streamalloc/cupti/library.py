@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from streamalloc.driver import DriverNotFoundError, real
+
 memory: Any = (ctypes.c_char * (1 << 62)).from_address(0)
 """All addresses of the process as one buffer. Reading a few bytes by a slice or by :mod:`struct` is much faster than by
 a ctypes pointer.
@@ -62,10 +64,7 @@ class Library:
         to = ctypes.c_void_p(callback), ctypes.c_void_p(user)
         result = self._library.cuptiSubscribe(ctypes.byref(self._subscriber), *to)
         if result:
-            more = (
-                "; CUPTI takes one: end the other (a profiler, a debugger, another check)" if result == _ALREADY else ""
-            )
-            raise CuptiError(f"cuptiSubscribe answered {self._text(result)}{more}")
+            raise CuptiError(f"cuptiSubscribe answered {self._text(result)}{_cause(result)}")
         for number in functions:
             self._library.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, number)
 
@@ -81,6 +80,17 @@ class Library:
         name = ctypes.c_char_p()
         self._library.cuptiGetResultString(result, ctypes.byref(name))
         return f"{(name.value or b'an unknown result').decode()} ({result})"
+
+
+def _cause(result: int) -> str:
+    """Return the usual cause of a result of ``cuptiSubscribe``, as the end of a message; empty if none is known."""
+    if result == _ALREADY:
+        return "; CUPTI takes one: end the other (a profiler, a debugger, another check)"
+    try:
+        real()
+    except DriverNotFoundError as error:
+        return f"; a GPU is needed: {error}"
+    return ""
 
 
 def _load() -> Any:

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import cupti
 from streamalloc.cupti import gate, library
 from streamalloc.cupti.gate import C_CALLBACK, Gate, _executable, listing, machine_code
@@ -281,6 +283,17 @@ def test_a_second_subscriber_is_refused(on_cuda: bool) -> None:
     first, second = (cupti.subscribe(lambda call: None, ["cuMemGetInfo"]) for _ in range(2))
     with first, pytest.raises(cupti.CuptiError, match="takes one"), second:
         pass
+
+
+def test_without_a_gpu_the_error_says_that_one_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_found() -> Any:
+        raise sd.DriverNotFoundError("no CUDA driver: nothing there")
+
+    unknown = types.SimpleNamespace(cuptiSubscribe=lambda *_: 999, cuptiGetResultString=lambda *_: 0)
+    monkeypatch.setattr(library, "_load", lambda: unknown)
+    monkeypatch.setattr(library, "real", nothing_found)
+    with pytest.raises(cupti.CuptiError, match=r"\(999\); a GPU is needed: no CUDA driver: nothing there"):
+        library.Library().subscribe(0, 0, [])
 
 
 def test_a_missing_library_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
