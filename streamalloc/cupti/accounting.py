@@ -376,7 +376,8 @@ class Memory:
 
         The peak is that of the bytes that driver calls have allocated. If the peak lasted for a while, the blocks
         listed are those of the moment at which they had most bytes. The reserve of a pool and the memory of graphs at
-        the peak count as the largest so far. If the rows of now have more bytes, they are the peak.
+        the peak count as the largest so far; the reserve of a closed pool is not known. If the rows of now have more
+        bytes, they are the peak.
 
         Finalisers must not call this method, because it makes driver calls.
         """
