@@ -105,7 +105,8 @@ def run_program(options: argparse.Namespace) -> dict[str, Any]:
     try:
         if options.module:
             return runpy.run_module(options.program, run_name="__main__", alter_sys=True)
-        return runpy.run_path(options.program, run_name="__main__")
+        # As with python, ``__file__`` is absolute: the program may change its folder, and then open a file beside it.
+        return runpy.run_path(os.path.abspath(options.program), run_name="__main__")
     except BaseException as error:
         if isinstance(error, ImportError) and _in_program(error.__traceback__) is None:
             raise UsageError(str(error)) from None

@@ -232,6 +232,15 @@ class TestRun:
             main(["run", "--driver=simulated", str(tmp_path / "program.py")])
         assert caught.typename == error
 
+    @pytest.mark.parametrize("command", ["run", "memory"])
+    def test_a_closed_output(
+        self, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: None
+    ) -> None:
+        self.write(tmp_path, "program.py", "open(__file__ + '.ran', 'w').close()")
+        monkeypatch.setattr(sys, "stdout", None)
+        assert main([command, "--driver=simulated", str(tmp_path / "program.py")]) == 0
+        assert (tmp_path / "program.py.ran").exists()
+
     def test_a_program_and_its_child(self, tmp_path: Path) -> None:
         self.write(
             tmp_path,
@@ -249,7 +258,7 @@ class TestRun:
             tmp_path,
             "program.py",
             """
-            import ctypes, multiprocessing, sys
+            import ctypes, multiprocessing, os, sys
             from cuda.bindings import driver, runtime
 
             def run(name):
@@ -261,6 +270,7 @@ class TestRun:
                 print(name, sys.argv[1:], found[0], driver.cuDeviceGetUuid(1)[1].bytes.hex(), flush=True)
 
             if __name__ == "__main__":
+                assert __file__ == os.path.abspath("program.py")
                 run("the parent")
                 child = multiprocessing.get_context("spawn").Process(target=run, args=("the child",))
                 child.start()
