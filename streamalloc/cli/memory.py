@@ -8,7 +8,10 @@ the simulated driver it follows programs that call cuda.bindings. The exit statu
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -29,6 +32,8 @@ _ROW = 20
 """Height of a frame in the picture, in pixels."""
 _SMALLEST = 1 / 2000
 """Smallest share of all bytes for which a frame is drawn."""
+_SHORTEST, _LONGEST = 0.01, 86400
+"""Limits of the interval of ``--live``, in seconds."""
 _COLORS = ("#e0923d", "#3f78b5", "#5f9467", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794")
 
 _PICTURES = (".png", ".svg", ".pdf", ".eps", ".jpg", ".jpeg", ".ps", ".tif", ".tiff", ".webp")
@@ -37,15 +42,36 @@ up.
 """
 
 
+def _no_program(option: str, text: str) -> str:
+    """Return ``text``, the value of an option that may have none. Raises ``argparse.ArgumentTypeError`` if it is a
+    Python file: the program follows the option without a value, or the report would be written over it.
+    """
+    if text.endswith(".py") and os.path.isfile(text):
+        why = f"{text!r} is a program, and no value: write {option} -- {text}"
+        raise argparse.ArgumentTypeError(why)
+    return text
+
+
+def _seconds(text: str) -> float:
+    """Return the value of ``--live``. Raises ``argparse.ArgumentTypeError`` if it is no interval."""
+    with contextlib.suppress(ValueError):
+        if _SHORTEST <= (seconds := float(_no_program("--live", text))) <= _LONGEST:
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds from {_SHORTEST} to {_LONGEST}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``, ``--html``, ``--picture``, ``--live`` and the arguments of the program to the parser of this
     command.
     """
-    add_json_argument(parser)
+    add_json_argument(parser, functools.partial(_no_program, "--json"))
     parser.add_argument("--html", metavar="FILE", help="write a flame graph by line as a page of its own")
     parser.add_argument("--picture", metavar="FILE", help="write it as a picture (.png, .svg, .pdf; needs matplotlib)")
-    about = "print a line to the error output every SECONDS (default: 1) while the program runs"
-    parser.add_argument("--live", metavar="SECONDS", type=float, nargs="?", const=1.0, help=about)
+    about = (
+        "print a line to the error output every SECONDS (default: 1) while the program runs (write -- before a program "
+        "that follows)"
+    )
+    parser.add_argument("--live", metavar="SECONDS", type=_seconds, nargs="?", const=1.0, help=about)
     running.add_arguments(parser)
 
 

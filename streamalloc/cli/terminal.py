@@ -15,7 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _STYLED = re.compile(r"(\x1b\[[0-9;]*m)([^\x1b]*)(\x1b\[0m)")
@@ -33,14 +33,19 @@ class UsageError(Exception):
     """
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream is a terminal. The stream is None if the process was started without it."""
+    return stream is not None and stream.isatty()
+
+
 class OutputError(Exception):
     """The output of a command cannot be written. The cause is an ``OSError``."""
 
 
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--json [FILE]`` to ``parser``."""
-    about = "write JSON to FILE; without FILE print it instead of the table"
-    parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
+def add_json_argument(parser: argparse.ArgumentParser, kind: Callable[[str], str] = str) -> None:
+    """Add the option ``--json [FILE]`` to ``parser``. ``kind``: function that checks and returns FILE."""
+    about = "write JSON to FILE; without FILE print it instead of the table (write -- before a word that is no FILE)"
+    parser.add_argument("--json", metavar="FILE", nargs="?", const="-", type=kind, help=about)
 
 
 @contextlib.contextmanager
@@ -90,7 +95,7 @@ class Terminal:
 
     def __init__(self, json: str | None = None) -> None:
         self._json = json
-        interactive = sys.stdout.isatty()
+        interactive = _is_terminal(sys.stdout)
         # As https://no-color.org says, every value of NO_COLOR except an empty one turns colours off.
         self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._width = shutil.get_terminal_size().columns if interactive else None
@@ -195,7 +200,7 @@ class Terminal:
         began = time.monotonic()
 
         def note(step: str, done: float) -> None:
-            if not sys.stderr.isatty():
+            if not _is_terminal(sys.stderr):
                 return
             share = f"{done / total:.0%}"
             if done:

@@ -24,6 +24,8 @@ from streamalloc.traces import Event, Trace
 from tests.cli.conftest import Complete, Run, complete, documented, keys, without
 from tests.support import Replaced
 
+_SECONDS = "must be a number of seconds from 0.01 to 86400"
+
 
 class TestArguments:
     def test_none_prints_help(self, run: Run) -> None:
@@ -54,6 +56,21 @@ class TestArguments:
             ),
             (["bench", "-k"], "streamalloc bench: error: argument -k/--rows: expected one argument"),
             (["replay", "absent.csv"], "streamalloc replay: absent.csv: No such file or directory"),
+            *(
+                (
+                    ["memory", f"--live={text}", "x.py"],
+                    f"streamalloc memory: error: argument --live: {text!r}: {_SECONDS}",
+                )
+                for text in ("-1", "0", "nan", "inf", "1e30", "soon")
+            ),
+            *(
+                (
+                    ["memory", option, __file__],
+                    f"streamalloc memory: error: argument {option}: {__file__!r} is a program, and no value: "
+                    f"write {option} -- {__file__}",
+                )
+                for option in ("--json", "--live")
+            ),
         ],
     )
     def test_wrong_arguments_of_a_command(
@@ -141,6 +158,12 @@ class TestPipe:
             monkeypatch.setattr(sys, "stdout", full)
             assert main(words.split()) == 2
         assert capsys.readouterr().err.endswith("cannot write the output: No space left on device\n")
+
+    @pytest.mark.parametrize("words", ["info", "info --json", "replay mixed --on pool"])
+    def test_closed_output(self, machine: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, None)  # as the interpreter does for a closed descriptor
+        assert main(words.split()) == 0
 
     def test_encoding_without_the_letters(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def name(length: int, device: Any) -> Any:
