@@ -648,7 +648,6 @@ class SparseArray(OwnsNode):
             yield _Tile(level, layer, *(0,) * (3 - len(index)), *index)
 
     def _tail_tiles(self, layer: int) -> Iterator[_Tile]:
-        self._checked_raw()
         self._check_layer(layer)
         if self.mip_tail is None:
             raise ValueError(f"{self!r} has no mip tail: map all of it with map()")
