@@ -117,6 +117,12 @@ class TestOptions:
         with vmm.PhysicalMemory(device, PAGE, compressible=True) as memory, vmm.PhysicalMemory(device, PAGE) as plain:
             assert memory.compressible and not plain.compressible
 
+    @pytest.mark.parametrize("option", ["compressible", "gpu_direct_rdma"])
+    def test_flags_beside_properties(self, device: sa.Device, option: str) -> None:
+        options: dict[str, Any] = {option: True}
+        with pytest.raises(ValueError, match="set them there"):
+            vmm.PhysicalMemory(sa.MemAllocationProp(location=device.location), PAGE, **options)
+
     @pytest.mark.supports("compression", "gpu_direct_rdma_with_vmm")
     def test_compression_that_is_not_given(self, device: sa.Device) -> None:
         """The handle tells what the driver gave: with GPUDirect RDMA it gives none."""
