@@ -69,9 +69,7 @@ class Cache(RuleBasedStateMachine):
         self.undo = contextlib.ExitStack()
         self.undo.enter_context(device.current())
         self.pool = self.undo.enter_context(sa.MemoryPool(device))
-        self.host = self.undo.enter_context(
-            sa.MemoryPool(sa.MemLocation.host(), driver=driver, release_threshold=KEEP)
-        )
+        self.host = self.undo.enter_context(sa.MemoryPool(sa.MemLocation.host(), driver=driver, release_threshold=KEEP))
         self.host.set_access(device, sa.MemAccess.READWRITE)
         self.make = functools.partial(kind, self.pool)
         self.cache = self.make()

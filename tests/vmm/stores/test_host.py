@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,19 @@ def sleep_and_wake(group: vmm.SleepGroup, nbytes: int = 100) -> None:
         group.sleep()
         group.wake()
         assert shows(buffer, 1)
+
+
+def test_blocks_with_room_between_them_are_no_run() -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    room = SimpleNamespace(
+        addresses=np.array([0, 8, 32]),
+        bases=np.zeros(3, int),
+        sizes=np.full(3, 8),
+        chunks={0: SimpleNamespace(memory=memory)},
+    )
+    stored: Any = SimpleNamespace(room=room)
+    runs = [(first, np.asarray(part).tolist()) for first, part in stores.InMemory._runs(stored, range(3))]
+    assert runs == [(0, [*range(16)]), (2, [*range(32, 40)])]
 
 
 class TestOfGroups:
