@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -384,3 +385,15 @@ def test_a_share_makes_no_context_on_another_device() -> None:
         ipc.share(buffer)
         active = [bool(driver.cuDevicePrimaryCtxGetState(number)[2]) for number in range(4)]
         assert active == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("direct", "capturable"), [(True, False), (True, True), (False, False), (False, True)])
+def test_no_event_of_a_stream_that_other_code_may_capture(direct: bool, capturable: bool) -> None:
+    """The announcing stream would become a part of the capture. The word is waited for instead."""
+    waited: list[object] = []
+    lease: Any = SimpleNamespace(words=SimpleNamespace(ready=SimpleNamespace(value=0)))
+    lease.block = SimpleNamespace(wait=lambda stream, word, value: waited.append(value))
+    stream: Any = SimpleNamespace(wait=waited.append)
+    announcer: Any = SimpleNamespace(direct=direct or None, capturable=capturable)
+    Lease._follow(lease, stream, announcer, 1)
+    assert waited == [announcer if direct and not capturable else 1]
