@@ -3,6 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from streamalloc import vmm
 from streamalloc.core.internal import deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
-from streamalloc.vmm.pages.places import Parking
+from streamalloc.vmm.pages.places import Parking, PhysicalPages
 from tests.interrupting import Interrupt, Interrupted, lost_one
 from tests.support import Account, every, executed, in_a_thread, names, pending, read, soon
 from tests.vmm.pages.conftest import PAGES
@@ -449,3 +450,12 @@ def test_an_interrupted_close_leaves_no_page_kept(machine: Any) -> None:
         if not block.came:
             break
     assert nth > 20 and lost_one(account.left) and account.checked.hazards == []
+
+
+def test_a_call_for_room_waits_for_no_page_that_nobody_clears() -> None:
+    looked: list[bool] = []
+    pages: Any = SimpleNamespace(count=1, nbytes=PAGE, kept=0, clearing=[], _trim_spare=lambda _: 0)
+    pages.finish_clearing = lambda: looked.append(True)
+    pages.vacate = lambda _: setattr(pages, "count", 0)
+    pages.try_changing = lambda act, _: act()
+    assert PhysicalPages.make_room(pages) == PAGE and looked == [True]

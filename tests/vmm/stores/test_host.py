@@ -60,6 +60,20 @@ def test_blocks_with_room_between_them_are_no_run() -> None:
     assert runs == [(0, [*range(16)]), (2, [*range(32, 40)])]
 
 
+def test_room_that_no_thread_makes_is_asked_for() -> None:
+    begun: list[object] = []
+    made = SimpleNamespace(nbytes=stores.HUGE, left=1)
+    tier: Any = SimpleNamespace(_chunks=[], _failure=None, _under_way=0, _check_open=lambda: None)
+    tier._begin = lambda *asked: begun.append(asked)
+    tier._grown = SimpleNamespace(wait=lambda: tier._chunks.append(made))
+
+    class Blocks(list[int]):
+        room = SimpleNamespace(take=lambda chunk, blocks: (len(blocks), ()))
+
+    blocks: Any = Blocks([0])
+    assert vmm.HostTier._wait_for_room(tier, blocks, range(1)) == (1, ()) and len(begun) == 1
+
+
 class TestOfGroups:
     """The tier that groups share."""
 
