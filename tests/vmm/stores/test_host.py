@@ -20,7 +20,7 @@ from streamalloc.vmm import steps
 from streamalloc.vmm.stores import host as stores
 from streamalloc.vmm.stores import pinned as ways
 from streamalloc.vmm.stores.blocks import Chunk
-from streamalloc.vmm.stores.pinned import host_segments
+from streamalloc.vmm.stores.pinned import HUGE, host_segments
 from tests.support import Account, MiB, NoHostMemory, each_raises, eventually, filled, names, pattern, read, shows
 
 PIECE = 1 << 20
@@ -62,7 +62,7 @@ def test_blocks_with_room_between_them_are_no_run() -> None:
 
 def test_room_that_no_thread_makes_is_asked_for() -> None:
     begun: list[object] = []
-    made = SimpleNamespace(nbytes=stores.HUGE, left=1)
+    made = SimpleNamespace(nbytes=HUGE, left=1)
     tier: Any = SimpleNamespace(_chunks=[], _failure=None, _under_way=0, _check_open=lambda: None)
     tier._begin = lambda *asked: begun.append(asked)
     tier._grown = SimpleNamespace(wait=lambda: tier._chunks.append(made))
