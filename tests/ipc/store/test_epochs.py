@@ -1,6 +1,7 @@
 """Epochs: what a writer commits is what readers have, whole, until they close it; and epochs like the one before."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -430,3 +431,19 @@ def test_a_full_device_takes_spare_memory(server: ipc.StoreServer) -> None:
                 weights.allocate("more", size, np.uint8)
         device.synchronize()
         assert [entry.spare for entry in store.list()] == [0, 0]
+
+
+def test_a_commit_whose_copies_run_is_looked_at_again() -> None:
+    """Without it, the memory of the commit before would stay until the next request."""
+    pauses: list[float | None] = []
+
+    def select(pause: float | None) -> list[Any]:
+        pauses.append(pause)
+        fd = server._wake[0] if len(pauses) == 4 else "a client"
+        return [(SimpleNamespace(fileobj=fd, data=lambda: None), 1)] if len(pauses) in (1, 4) else []
+
+    answers = iter([True, False])
+    server: Any = SimpleNamespace(_clients={}, _selector=SimpleNamespace(select=select), _wake=("wake", "other"))
+    server._holdings, server._shut = SimpleNamespace(settle=lambda: next(answers)), lambda: None
+    ipc.StoreServer.run(server)
+    assert [pause is None for pause in pauses] == [True, False, True, True]
