@@ -89,17 +89,10 @@ def accessing(access: Iterable[dict[MemLocation, MemAccess]]) -> set[int]:
 
 def wait_for_users(after: After, session: Session, access: Iterable[dict[MemLocation, MemAccess]]) -> None:
     """Block the host until the work of ``after`` is done. None means all work of the devices to which ``access`` gives
-    a permission. Errors as for :func:`wait`.
-    """
-    wait(after, session, accessing(access) if after is None else ())
-
-
-def wait(after: After, session: Session, devices: Iterable[int]) -> None:
-    """Block the host until the work of ``after`` is done. None means all work of the devices with the ordinals
-    ``devices``; deferred releases are then attempted, too. Raises the errors of :func:`ends_of`, and CudaError.
+    a permission; deferred releases are then attempted, too. Raises the errors of :func:`ends_of`, and CudaError.
     """
     if after is None:
-        for ordinal in sorted(devices):
+        for ordinal in sorted(accessing(access)):
             await_device(session, ordinal)
         work(session)
         return

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
+from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text, undoing
 from streamalloc.core.internal import (
     BufferView,
     Device,
@@ -354,7 +354,7 @@ class AddressRange(OwnsNode, Drawn):
             raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
         for other in node.touching(offset, stop):
             raise ValueError(f"offset={offset}: {other.as_object()!r} is mapped there, in {self!r}")
-        entry = MappedBytes(node, offset, stop, {})
+        entry = MappedBytes(node, offset, stop, {}, memory._spec)
         entry._memory = memory
         return entry
 
@@ -646,6 +646,18 @@ class LoneMapping(Mapping):
     """A mapping that owns its address range. :meth:`close` unmaps the memory and frees the addresses."""
 
     __slots__ = ()
+
+    def __init__(self, memory: GenericAllocation, alignment: int, rights: Rights) -> None:
+        """Map ``memory`` with the permissions ``rights`` in a new address range, whose address is a multiple of
+        ``alignment`` (bytes). Raises ClosedError if the memory was closed, AddressSpaceError if the process has no
+        addresses left, CudaError.
+        """
+        step = granularity(memory._session)
+        range = AddressRange(-(-memory.nbytes // step) * step, alignment=alignment, driver=memory.driver)
+        range._owned = True
+        with undoing(range._free):
+            (entry,) = range._map((memory,), 0, rights)
+            super().__init__(range, entry)
 
     def _check_own(self) -> None:
         """Do nothing: unlike other mappings, this object owns its range and may change it."""

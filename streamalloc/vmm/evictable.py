@@ -16,7 +16,7 @@ from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.address_range import OwnsRange
 from streamalloc.vmm.claims import Claimable
-from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
+from streamalloc.vmm.physical_memory import MemorySpec
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.stores.blocks import Backup, Bytes, Move
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
@@ -116,7 +116,7 @@ class Evictable(OwnsRange, Claimable):
         buffer is then evicted, with the backup ``backup``; a frozen buffer keeps the backup that it has. Raises
         CudaError.
         """
-        self.eviction = Eviction(tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries))
+        self.eviction = Eviction(tuple(ChunkSpec(entry.offset, entry.nbytes, entry.spec) for entry in entries))
         if not self._frozen:
             self._backup = backup
         self.range._node.unmap(entries)
@@ -262,12 +262,6 @@ class Evictable(OwnsRange, Claimable):
     def _wake_remedy(self) -> str:
         tag = self._tag()
         return "restore() it" if tag is None else f"group.wake({tag!r}), or restore() it alone,"
-
-
-def _spec_of(entry: MappedBytes) -> MemorySpec:
-    memory = entry._memory
-    spec: MemorySpec = memory._spec if isinstance(memory, PhysicalMemory) else entry.spec
-    return spec
 
 
 def read_only(rights: Rights) -> Rights:

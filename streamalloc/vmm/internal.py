@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from streamalloc.core.errors import undoing
 from streamalloc.core.session import Session
-from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
-from streamalloc.vmm.address_range import AddressRange, LoneMapping, granularity, rights_text
+from streamalloc.vmm.access import Access, After, Rights, rights_of, wait_for_users
+from streamalloc.vmm.address_range import AddressRange, LoneMapping, rights_text
 from streamalloc.vmm.growable import RemappableBuffer
 from streamalloc.vmm.members import Tagged
 from streamalloc.vmm.ownership import (
@@ -15,30 +14,14 @@ from streamalloc.vmm.ownership import (
     AllocationState,
     GenericAllocation,
     HandleNode,
-    Kind,
     MappedMemory,
     MappingWatcher,
     Node,
-    Team,
     allocations_of,
     check_exported,
 )
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
-from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.stores.pinned import HostMemory, available_memory, host_segments
-
-
-def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:
-    """Map ``memory`` with the permissions ``rights`` in a new address range, whose address is a multiple of
-    ``alignment`` (bytes). Returns the range and the mapping, which are the arguments of :class:`LoneMapping`. Raises
-    ClosedError if the memory was closed, AddressSpaceError if the process has no addresses left, CudaError.
-    """
-    step = granularity(memory._session)
-    range = AddressRange(-(-memory.nbytes // step) * step, alignment=alignment, driver=memory.driver)
-    range._owned = True
-    with undoing(range._free):
-        (entry,) = range._map((memory,), 0, rights)
-        return range, entry
 
 
 def covering(range: AddressRange, start: int, stop: int) -> list[tuple[GenericAllocation, int]]:
@@ -118,8 +101,7 @@ def is_counted(memory: MappedMemory) -> bool:
     if not isinstance(memory, GenericAllocation):
         return True  # An arena notifies watchers of each page only once.
     state = memory._state
-    ours = memory._node.kind is Kind.MEMORY and not state.imported
-    return ours and len(state.mappings) == 1
+    return not (state.is_object or state.imported) and len(state.mappings) == 1
 
 
 def map_side_by_side(range: AddressRange, memories: Sequence[GenericAllocation], rights: Rights) -> None:

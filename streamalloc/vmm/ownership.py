@@ -3,7 +3,7 @@
 A range owns its mappings. The handle of memory is owned by a mapping or by an object such as :class:`PhysicalMemory`. A
 multicast object owns its bindings. Each driver resource is a :class:`Node`, which refers to no public object. A node is
 released once its owner was closed or dropped, the work that may use the resource is done, and all nodes of
-:attr:`Node.first` are released.
+:meth:`Node.before` are released.
 
 An owner that is closed calls :meth:`Node.end`, an owner that is dropped :meth:`Node.drop`. Both record that the node is
 given up, and make an :meth:`~Node.attempt` now or later: if nothing must come first, it makes the driver call
@@ -25,7 +25,6 @@ import, map and release them, see :class:`GenericAllocation`.
 from __future__ import annotations
 
 import abc
-import enum
 import os
 import stat
 import time
@@ -47,43 +46,21 @@ from streamalloc.formats.html import Shown
 from streamalloc.vmm.access import Rights
 
 
-class Kind(enum.Enum):
-    """Kind of the driver resource that a :class:`Node` releases."""
-
-    BINDING = enum.auto()
-    """Memory bound to a multicast object."""
-    OBJECT_MAPPING = enum.auto()
-    """A mapping of a multicast object."""
-    OBJECT = enum.auto()
-    """The handle of a multicast object or a sparse array."""
-    MAPPING = enum.auto()
-    """A mapping of physical memory."""
-    MEMORY = enum.auto()
-    """The handle of physical memory."""
-    TEAM = enum.auto()
-    """A multicast object together with all memory bound to it."""
-    RANGE = enum.auto()
-    """A reserved range of addresses."""
-
-
 class Node(Deferred):
     """One driver resource, such as a mapping or a handle, that will be released. If it cannot be released yet, the node
     is an item of the deferred queue.
     """
 
-    __slots__ = ("_busy", "_dropped", "_fence", "first", "given_up", "gone", "kind")
+    __slots__ = ("_busy", "_dropped", "_fence", "given_up", "gone")
 
     allocations: Allocations
-    """State of the driver. A :class:`Team` has none, because it is never submitted."""
+    """State of the driver."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind: Kind = kind
+    def __init__(self) -> None:
         self.given_up: bool = False
         """Whether the owner has closed or dropped the resource."""
         self.gone: bool = False
         """Whether the resource is released."""
-        self.first: dict[Node, None] = {}
-        """Nodes that must be released before this node. Any thread may add a node, so readers iterate over a copy."""
         self._busy = False
         """Whether a thread is trying to release the resource now."""
         self._dropped: int | None = None
@@ -98,18 +75,9 @@ class Node(Deferred):
         """Ordinals of the devices whose queued work may use the resource."""
         return ()
 
-    def preceding(self, kind: Kind) -> list[Any]:
-        """Return a list of the nodes of ``kind`` that must be released before this node and are not yet released."""
-        return [node for node in list(self.first) if node.kind is kind and not node.gone]
-
-    @property
-    def waits(self) -> bool:
-        """Whether another node must be released before this node."""
-        for node in list(self.first):
-            if not node.gone:
-                return True
-            self.first.pop(node, None)
-        return False
+    def before(self) -> Collection[Node]:
+        """Return the nodes that must be released before this node; some may be released already."""
+        return ()
 
     def in_use(self) -> bool:
         """Return whether work may still use the resource, because it was queued when the owner was dropped and is not
@@ -167,7 +135,7 @@ class Node(Deferred):
                 if not self.in_use():
                     # All are attempted, also after the driver has refused one.
                     undo_all(one.attempt for one in self.owned())
-                    if not self.waits:
+                    if all(node.gone for node in self.before()):
                         self.release()
             finally:
                 self._busy = False
@@ -192,33 +160,12 @@ class Node(Deferred):
         self.gone = True
 
 
-class Team(Node):
-    """A multicast object together with all memory that is bound to it. This node has no resource of its own.
-
-    Addresses at which the object or the memory was mapped are freed after the object and all this memory are released.
-    """
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(Kind.TEAM)
-
-    @property
-    def gone(self) -> bool:
-        """Whether the object and the memory are released."""
-        return not self.waits
-
-    @gone.setter
-    def gone(self, value: bool) -> None:
-        """Ignore ``value``: :attr:`gone` is computed from the other nodes."""
-
-
 class AllocationState:
     """State of one physical allocation or multicast object, shared by all Python objects that have its driver
-    handle.
+    handle. Any thread may change the dictionaries, so readers iterate over copies.
     """
 
-    __slots__ = ("bindings", "exported", "handle", "handles", "imported", "mappings", "teams")
+    __slots__ = ("bindings", "exported", "handle", "handles", "imported", "is_object", "mappings", "objects")
 
     def __init__(self) -> None:
         self.handle: int = 0
@@ -227,14 +174,18 @@ class AllocationState:
         """Whether this process has exported a handle of the memory or the object for other processes."""
         self.imported: bool = False
         """Whether another process created the memory or the object."""
+        self.is_object: bool = False
+        """Whether this is a multicast object."""
         self.handles: dict[AllocationHandle, None] = {}
         """The nodes of all Python objects that have the handle."""
         self.mappings: dict[Any, None] = {}
         """Nodes of the mappings of the memory or multicast object in this process."""
         self.bindings: dict[Any, None] = {}
-        """Nodes of the bindings of the memory to multicast objects."""
-        self.teams: dict[Node, None] = {}
-        """The :class:`Team` of each multicast object that the memory is bound to."""
+        """Nodes of the bindings of the memory to multicast objects, and of the sparse arrays that use the memory."""
+        self.objects: dict[AllocationHandle, None] = {}
+        """Nodes of the multicast objects that the memory is or was bound to, and which are released before it; for the
+        state of such an object, the object's own node.
+        """
 
 
 class HandleNode(Node):
@@ -242,8 +193,8 @@ class HandleNode(Node):
 
     __slots__ = ("_raw", "allocations")
 
-    def __init__(self, allocations: Allocations, kind: Kind) -> None:
-        Node.__init__(self, kind)
+    def __init__(self, allocations: Allocations) -> None:
+        Node.__init__(self)
         self.allocations: Allocations = allocations
         self._raw: Any = None
 
@@ -263,7 +214,7 @@ class HandleNode(Node):
 
 
 class OwnsNode(Closes, Shown):
-    """Owner of a :class:`Node`. A close releases the node. If nodes in :attr:`Node.first` must be released before, the
+    """Owner of a :class:`Node`. A close releases the node. If nodes of :meth:`Node.before` must be released before, the
     deferred queue releases the node after them. If the owner is dropped, the release also waits for the work that was
     queued at that moment.
     """
@@ -293,10 +244,10 @@ class OwnsNode(Closes, Shown):
 class AllocationHandle(HandleNode):
     """One object's reference to a ``CUmemGenericAllocationHandle``, which ``cuMemRelease`` releases."""
 
-    __slots__ = ("borrowed", "kept", "state", "used_unmapped")
+    __slots__ = ("borrowed", "kept", "members", "state", "used_unmapped")
 
-    def __init__(self, allocations: Allocations, kind: Kind) -> None:
-        super().__init__(allocations, kind)
+    def __init__(self, allocations: Allocations) -> None:
+        super().__init__(allocations)
         self.borrowed: bool = False
         """Whether other code releases the handle."""
         self.used_unmapped: tuple[int, ...] = ()
@@ -305,13 +256,16 @@ class AllocationHandle(HandleNode):
         """Objects that must stay alive: memory that is bound to this multicast object, by the binding's node, or the
         owner of a borrowed handle, by this node.
         """
+        self.members: dict[AllocationState, None] = {}
+        """States of the memory that is or was bound to this multicast object. Addresses at which the object or this
+        memory was mapped are freed after the object and all this memory are released.
+        """
         self.state: AllocationState = AllocationState()
         self.state.handles[self] = None
 
     def join(self) -> None:
         """Share the state of other objects with the same driver handle. Call this after the handle was stored in
-        :attr:`raw`. From then on, this node also waits for the bindings and multicast objects that the nodes of the
-        other objects wait for (:attr:`Node.first`).
+        :attr:`raw`.
         """
         state = self.state
         state.handle = int(self._raw)
@@ -321,26 +275,33 @@ class AllocationHandle(HandleNode):
         before.imported = before.imported or state.imported
         before.mappings.update(state.mappings)
         self.state = before
-        for other in list(before.handles):
-            for first in other.preceding(Kind.BINDING) + other.preceding(Kind.OBJECT):
-                self.first[first] = None
-        for team in list(before.teams):
-            team.first[self] = None
         before.handles[self] = None
 
     @property
     def users(self) -> Collection[int]:
         """Ordinals of the devices that may use the memory without a mapping, or map the multicast object."""
-        mappings = self.preceding(Kind.OBJECT_MAPPING)
+        mappings = list(self.state.mappings) if self.state.is_object else ()
         return {*self.used_unmapped, *(device for mapping in mappings for device in mapping.users)}
+
+    def bound(self) -> list[Any]:
+        """Return the bindings of this multicast object that are not released."""
+        return [node for node in list(self.kept) if node is not self and not node.gone]
+
+    def before(self) -> Collection[Node]:
+        """Return the bindings and mappings of this multicast object, or the bindings and multicast objects of this
+        memory.
+        """
+        if self.state.is_object:
+            return [*self.bound(), *list(self.state.mappings)]
+        return [*list(self.state.bindings), *list(self.state.objects)]
 
     def owned(self) -> Sequence[Node]:
         """For the handle of a multicast object, return its bindings, then those of its mappings whose owners were
         closed or dropped.
         """
-        if self.kind is not Kind.OBJECT:
+        if not self.state.is_object:
             return ()
-        return self.preceding(Kind.BINDING) + [one for one in self.preceding(Kind.OBJECT_MAPPING) if one.given_up]
+        return [*self.bound(), *(one for one in list(self.state.mappings) if one.given_up)]
 
     def release(self) -> None:
         """Call ``cuMemRelease``, unless other code releases the handle. Raises CudaError."""
@@ -350,10 +311,14 @@ class AllocationHandle(HandleNode):
             self.release_by("cuMemRelease")
 
     def forget(self) -> None:
-        """Remove this node from the state of its driver handle, and drop the objects in :attr:`kept`."""
+        """Remove this node from the state of its driver handle and of memory that was bound to it, and drop the objects
+        in :attr:`kept`.
+        """
         super().forget()
         self.kept.clear()
         self.state.handles.pop(self, None)
+        for state in list(self.members):
+            state.objects.pop(self, None)
         self.allocations.forget(self.state)
 
 
@@ -509,16 +474,18 @@ class GenericAllocation(OwnsNode, Shareable):
     """Handle types that :meth:`export` can use."""
     _mark: str
     """One character for the memory in drawings of an address range."""
+    _spec: Any = None
+    """:class:`MemorySpec` of physical memory; None for a multicast object."""
     _unreadable: str = ""
     """Reason why ordinary reads of the memory's mappings have undefined results; empty if reads are defined."""
 
-    def _prepare(self, session: Session, nbytes: int, kind: Kind) -> None:
+    def _prepare(self, session: Session, nbytes: int) -> None:
         """Set the attributes, and make the node that will own the handle. Also attempt deferred releases, which may
         free memory.
         """
         self._session = session
         self.nbytes = nbytes
-        self._node = AllocationHandle(allocations_of(session), kind)
+        self._node = AllocationHandle(allocations_of(session))
         self._node.allocations.work()
 
     def _create(self, name: str, *args: Any, hint: str = "") -> None:

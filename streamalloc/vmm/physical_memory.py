@@ -46,7 +46,7 @@ from streamalloc.driver.internal import cuda, prop_bytes
 from streamalloc.formats.html import Row, mib, place
 from streamalloc.pool.internal import THIS, check_handle, is_ours, pool_holders, refuse_second_owner
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.ownership import AllocationHandle, Allocations, GenericAllocation, Kind, allocations_of
+from streamalloc.vmm.ownership import AllocationHandle, Allocations, GenericAllocation, allocations_of
 from streamalloc.vmm.properties import MemAllocationProp, MemAllocFlags
 from streamalloc.vmm.reservation import MappedBytes, Reservation
 
@@ -322,7 +322,7 @@ class PhysicalMemory(GenericAllocation):
         self._session = spec.session
         self.nbytes = nbytes
         self._set_spec(spec)
-        self._node = AllocationHandle(spec.allocations, Kind.MEMORY)
+        self._node = AllocationHandle(spec.allocations)
 
     @staticmethod
     def granularity(
@@ -360,7 +360,7 @@ class PhysicalMemory(GenericAllocation):
         """
         session = session_for(None, driver)
         memory = cls.__new__(cls)
-        memory._prepare(session, 0, Kind.MEMORY)
+        memory._prepare(session, 0)
         handle, place = memory._node, checked_number("address", address)
         # This lists a handle that only a mapping has, so that the new object shares the state of its memory.
         handle.allocations.mapped_at(place, 1)
@@ -442,7 +442,7 @@ class PhysicalMemory(GenericAllocation):
     def _of_raw(cls, session: Session, handle: Any, owner: object) -> PhysicalMemory:
         number = check_handle(session, "handle", handle, cuda.CUmemGenericAllocationHandle)
         memory = cls.__new__(cls)
-        memory._prepare(session, 0, Kind.MEMORY)
+        memory._prepare(session, 0)
         node = memory._node
         known = node.allocations.by_handle.get(number)
         if is_ours(owner) and known is not None:
@@ -465,7 +465,7 @@ class PhysicalMemory(GenericAllocation):
         known = node.allocations.by_handle.get(int(raw))
         with undoing(self.close):
             # This is checked first: otherwise the multicast object's own handle would be released after that object.
-            if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
+            if known is not None and known.is_object:
                 raise ValueError(f"{which} is that of a multicast object, which is no memory itself")
             node.join()
             self._set_spec(spec_of(self._session, self.query(), exists=True))
@@ -538,7 +538,7 @@ def import_memory(
     properties; None to query the properties (``cuMemGetAllocationPropertiesFromHandle``).
     """
     memory = PhysicalMemory.__new__(PhysicalMemory)
-    memory._prepare(session, nbytes, Kind.MEMORY)
+    memory._prepare(session, nbytes)
     memory._import(handle)
     if alike is not None:
         memory._set_spec(alike._spec)

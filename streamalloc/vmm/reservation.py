@@ -17,13 +17,13 @@ from streamalloc.core.errors import NO_SWITCH_RESOURCES, CudaError, OutOfMemoryE
 from streamalloc.core.internal import Fence, HandleEnd
 from streamalloc.core.properties import MemAccess, checked_number
 from streamalloc.core.session import Session
-from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait
+from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait_for_users
 from streamalloc.vmm.ownership import (
+    AllocationHandle,
     Allocations,
     AllocationState,
     GenericAllocation,
     HandleNode,
-    Kind,
     Node,
     allocations_of,
 )
@@ -61,7 +61,7 @@ class MappedBytes(Node):
     """State of the memory. Set only if an object has the handle."""
 
     def __init__(self, reservation: Reservation, offset: int, stop: int, rights: Rights, spec: Any = None) -> None:
-        super().__init__(Kind.MAPPING)
+        super().__init__()
         self.reservation: Reservation = reservation
         self.offset: int = offset
         """Offset of the mapping in the range, in bytes."""
@@ -70,7 +70,7 @@ class MappedBytes(Node):
         self.rights: Rights = rights
         """Permissions by location. Do not modify this dictionary, because several mappings share it."""
         self.spec: Any = spec
-        """:class:`MemorySpec` of the memory; None if an object was mapped, which owns the handle."""
+        """:class:`MemorySpec` of the memory; None for a multicast object."""
         self._memory: GenericAllocation | None = None
         """The object that owns the handle; None if the mapping owns it."""
         self._raw: Any = None
@@ -115,19 +115,12 @@ class MappedBytes(Node):
         """Ordinals of the devices with access, without the host."""
         return accessing((self.rights,))
 
-    def _relate(self, memory: GenericAllocation) -> None:
-        """Set the order of the release of this mapping relative to the nodes of multicast objects: ``memory`` may be
-        such an object, or may be bound to one.
-        """
-        handle = memory._node
-        self.state = handle.state
-        of_object = handle.kind is Kind.OBJECT
-        for first in handle.preceding(Kind.BINDING if of_object else Kind.OBJECT):
-            self.first[first] = None
-        if of_object:
-            self.kind: Kind = Kind.OBJECT_MAPPING
-            handle.first[self] = None
-        handle.state.mappings[self] = None
+    def before(self) -> Collection[Node]:
+        """Return the multicast objects that the memory is bound to; for a mapping of such an object, its bindings."""
+        if not hasattr(self, "state"):
+            return ()
+        objects = list(self.state.objects)
+        return [node for one in objects for node in one.bound()] if self.state.is_object else objects
 
     def map(self) -> None:
         """Map the memory, without permissions (``cuMemMap``), and notify the watchers. If neither an object nor the
@@ -137,7 +130,8 @@ class MappedBytes(Node):
         allocations, memory, mapped = self.allocations, self._memory, False
         try:
             if memory is not None:
-                self._relate(memory)
+                self.state = memory._node.state
+                self.state.mappings[self] = None
             elif self._raw is None:
                 self.spec.create(self, self.nbytes)
             raw = memory._checked_raw() if memory is not None and self._raw is None else self._raw
@@ -147,7 +141,7 @@ class MappedBytes(Node):
                 watcher.mapped(self.address, self.as_object())
         except CudaError as error:
             if not mapped:
-                if self.kind is Kind.OBJECT_MAPPING and isinstance(error, OutOfMemoryError):
+                if memory is not None and self.state.is_object and isinstance(error, OutOfMemoryError):
                     error.hint = NO_SWITCH_RESOURCES
                 self.forget()
             raise
@@ -205,10 +199,7 @@ class MappedBytes(Node):
         state = getattr(self, "state", None)
         if state is not None:
             state.mappings.pop(self, None)
-            for handle in list(state.handles):
-                handle.first.pop(self, None)
-            if not state.handles:
-                allocations.forget(state)
+            allocations.forget(state)
 
     def __del__(self) -> None:
         raw = getattr(self, "_raw", None)
@@ -225,7 +216,7 @@ class Reservation(HandleNode):
     """
 
     def __init__(self, session: Session, nbytes: int) -> None:
-        super().__init__(allocations_of(session), Kind.RANGE)
+        super().__init__(allocations_of(session))
         self.nbytes: int = nbytes
         self.entries: list[MappedBytes] = []
         """Mappings in the order of addresses; if :attr:`stale`, also unmapped ones. The list object is never
@@ -236,6 +227,10 @@ class Reservation(HandleNode):
         self.copies: Fence | None = None
         """Fence for the last copies to the range; None if there were none. The streams of these copies may be unknown
         to a :class:`Fence` that is made when the range is dropped.
+        """
+        self.objects: dict[AllocationHandle, None] = {}
+        """Multicast objects that were mapped here, or that had memory which was mapped here, when the range was closed
+        or dropped.
         """
 
     def table(self) -> list[MappedBytes]:
@@ -316,16 +311,16 @@ class Reservation(HandleNode):
     def set_rights(self, entries: Sequence[MappedBytes], rights: Rights, after: After) -> None:
         """Set the permissions ``rights`` of adjacent mappings (``cuMemSetAccess``). After an error no permission has
         changed. If a device loses a permission, the host first waits for ``after``; None means all work of this device.
-        Raises NotSupportedError, CudaError, and the errors of :func:`~streamalloc.vmm.access.wait`.
+        Raises NotSupportedError, CudaError, and the errors of :func:`~streamalloc.vmm.access.wait_for_users`.
         """
         for entry in entries:
             if entry._memory is not None:  # Buffers check the permissions of memory that they create.
                 entry._memory._check_access(rights)
-        losing = accessing(
+        losing = [
             {where: had for where, had in entry.rights.items() if had & ~rights.get(where, had)} for entry in entries
-        )
-        if losing:
-            wait(after, self.allocations.session, losing)
+        ]
+        if accessing(losing):
+            wait_for_users(after, self.allocations.session, losing)
         before = [{where: entry.rights.get(where, MemAccess.NONE) for where in rights} for entry in entries]
         # Driver 580 may change some mappings in a call that it refuses.
         undos = [functools.partial(self.grant, (entry,), had) for entry, had in zip(entries, before, strict=True)]
@@ -376,13 +371,17 @@ class Reservation(HandleNode):
 
     def give_up(self) -> None:
         """Record that the owner was closed or dropped, also for the mappings, whose memory objects have their own
-        finalisers. The range then waits for each :class:`Team` that mapped memory belongs to.
+        finalisers. The range then waits for the multicast objects that are mapped or have mapped memory.
         """
         for entry in () if self.given_up else self._live():
             entry.given_up, entry._memory = True, None
-            for team in list(entry.state.teams) if hasattr(entry, "state") else ():
-                self.first[team] = None
+            self.objects.update(entry.state.objects if hasattr(entry, "state") else {})
         super().give_up()
+
+    def before(self) -> Collection[Node]:
+        """Return the multicast objects in :attr:`objects`, and the handles of all memory that was bound to them."""
+        states = [state for one in list(self.objects) for state in list(one.members)]
+        return [*self.objects, *(handle for state in states for handle in list(state.handles))]
 
     def owned(self) -> Sequence[Node]:
         """Return all mappings, in the order of addresses."""

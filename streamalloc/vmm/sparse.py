@@ -31,7 +31,7 @@ from streamalloc.core.properties import checked_number, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
-from streamalloc.vmm.ownership import HandleNode, Kind, OwnsNode, allocations_of
+from streamalloc.vmm.ownership import HandleNode, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.properties import ArrayMapInfo
 
@@ -183,7 +183,7 @@ class _Array(HandleNode):
     """Node that destroys an array and returns its tiles. It is released before the memory of the tiles' pools."""
 
     def __init__(self, device: Device, mipmapped: bool) -> None:
-        super().__init__(allocations_of(session_of(device)), Kind.OBJECT)
+        super().__init__(allocations_of(session_of(device)))
         self.device = device
         self.mipmapped = mipmapped
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
@@ -196,7 +196,7 @@ class _Array(HandleNode):
     def done(self, pool: TilePool) -> None:
         """If the array has no more tiles of ``pool``, allow the release of the pool before the array."""
         if all(user is not pool for user, _ in self.map.values()):
-            pool.memory._node.first.pop(self, None)
+            pool.memory._state.bindings.pop(self, None)
 
     @property
     def users(self) -> tuple[int, ...]:
@@ -217,6 +217,7 @@ class _Array(HandleNode):
                 while self.map:
                     pool, slot = self.map.popitem()[1]
                     pool._free.append((slot, None, None))
+                    self.done(pool)
                 self.last.clear()
 
 
@@ -473,7 +474,7 @@ class SparseArray(OwnsNode):
                 raise ValueError(f"{place} is mapped already")
         taken = pool._take(len(wanted), ordered, self.deferred)
         given = {tile: (pool, slot) for tile, (slot, *_) in zip(wanted, taken, strict=True)}
-        pool.memory._node.first[self._node] = None  # The array is destroyed before the pool's memory is released.
+        pool.memory._state.bindings[self._node] = None  # The array is destroyed before the pool's memory is released.
         with undoing(lambda: self._node.done(pool)), undoing(lambda: pool._put_back(taken)):
             infos = [self._info(tile, pool, slot) for tile, (_, slot) in given.items()]
             # The driver maps a deferred array as a whole by one change, because its tiles are adjacent.

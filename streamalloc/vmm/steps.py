@@ -88,7 +88,7 @@ class BackupSteps:
 
     def wait(self, tags: Tags) -> None:
         """Choose the buffers, and have the host wait for the users of their memory. No undo is needed. Errors as for
-        :func:`~streamalloc.vmm.access.wait`.
+        :func:`~streamalloc.vmm.access.wait_for_users`.
         """
         self._tags = tags
         wait_for_users(self._after, session_of(self.stream), [buffer.rights for buffer in tags])

@@ -34,7 +34,7 @@ from streamalloc.pool.ending import PoolEnd
 from streamalloc.testing import leaks as objects
 from streamalloc.testing.leaks import Accounts
 from streamalloc.vmm.internal import unwatch_mappings, watch_mappings
-from streamalloc.vmm.ownership import Allocations, Kind, Node, allocations_of
+from streamalloc.vmm.ownership import Allocations, Node, allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec
 from tests.interleaving import interleaved
 from tests.support import names
@@ -50,7 +50,7 @@ def test_a_node_is_released_by_one_of_two_threads() -> None:
             self.gone = True
 
     def make() -> Node:
-        node = Counted(Kind.MEMORY)
+        node = Counted()
         node.allocations = Allocations(Session.of(sd.simulated()))
         return node
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.session import session_of
-from streamalloc.vmm.ownership import Allocations, Kind, Node
+from streamalloc.vmm.ownership import Allocations, Node
 
 pytestmark = pytest.mark.simulated_only("makes no driver call")
 
@@ -20,10 +20,14 @@ class Thing(Node):
     """Something to release, which may have to be tried several times, or fail first."""
 
     def __init__(self, log: list[Thing], early: int, failures: int) -> None:
-        super().__init__(Kind.MEMORY)
+        super().__init__()
         self.log = log
         self.early = early
         self.failures = failures
+        self.first: list[Thing] = []
+
+    def before(self) -> list[Thing]:
+        return self.first
 
     def release(self) -> None:
         assert not self.gone
@@ -55,7 +59,7 @@ class World:
         """The one that was added first is released first."""
         first, then = sorted((one, other))
         if first != then and not any(self.things[number].given_up for number in (first, then)):
-            self.things[then].first[self.things[first]] = None
+            self.things[then].first.append(self.things[first])
             self.related.add((first, then))
 
     def drop(self, thing: Thing) -> None:

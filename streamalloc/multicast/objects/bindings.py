@@ -15,7 +15,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
-from streamalloc.vmm.internal import AllocationHandle, AllocationState, HandleNode, Kind, Node, covering, state_of
+from streamalloc.vmm.internal import AllocationHandle, AllocationState, HandleNode, covering, state_of
 
 
 def check_multiple(name: str, value: int, step: int, *, shown: str = "", hint: str = "") -> None:
@@ -174,7 +174,7 @@ class BindingNode(HandleNode):
     """
 
     def __init__(self, object: AllocationHandle, source: BindSource, device: int, offset: int) -> None:
-        super().__init__(object.allocations, Kind.BINDING)
+        super().__init__(object.allocations)
         self.confirmed: bool = False
         """Whether the bind call returned success."""
         self.object: AllocationHandle = object
@@ -189,40 +189,30 @@ class BindingNode(HandleNode):
         """Offset of the end of the binding in the multicast object, in bytes."""
         return self.offset + self.source.nbytes
 
-    def link(self, team: Node) -> None:
+    def link(self) -> None:
         """Set the order of releases: this binding, the multicast object's mappings, the object, the memory, the
-        addresses. ``team`` is the node of the object's team.
+        addresses.
         """
         state = self.source.state
         self._raw = self.object.raw
         # The session's tables keep the object's node alive until the object is released. So this reference keeps the
         # garbage collector from dropping, and so releasing, the memory before the unbind.
         self.object.kept[self] = self.source.memory
-        for node in (*self.object.preceding(Kind.OBJECT_MAPPING), self.object):
-            node.first[self] = None
         if state is not None:
-            state.teams[team] = None
-            state.bindings[self] = None
-            for handle in list(state.handles):
-                handle.first.update({self: None, self.object: None})
-                team.first[handle] = None
+            self.object.members[state] = state.objects[self.object] = state.bindings[self] = None
             for mapping in list(state.mappings):
-                mapping.first[self.object] = None
                 if mapping.given_up:  # The range was dropped, and its mapping waits for work.
-                    mapping.reservation.first[team] = None
+                    mapping.reservation.objects[self.object] = None
 
-    def unlink(self, team: Node) -> None:
+    def unlink(self) -> None:
         """Drop the reference that keeps the memory alive. Also remove the order between multicast object and memory,
-        unless another binding of the object has the same memory. ``team`` is the node of the object's team.
+        unless another binding of the object has the same memory.
         """
         state = self.source.state
         self.object.kept.pop(self, None)
         if state is not None and all(other.object is not self.object for other in list(state.bindings)):
-            state.teams.pop(team, None)
-            for handle in list(state.handles):
-                team.first.pop(handle, None)
-            for node in (*state.handles, *state.mappings):
-                node.first.pop(self.object, None)
+            state.objects.pop(self.object, None)
+            self.object.members.pop(state, None)
 
     def release(self) -> None:
         """Unbind the memory (``cuMulticastUnbind``). Raises CudaError. If the bind call was interrupted, a refusal is
@@ -243,13 +233,7 @@ class BindingNode(HandleNode):
         self.gone = True
 
     def forget(self) -> None:
-        """Remove the binding from the state of its memory, and from the nodes that must be released after it. Otherwise
-        these nodes would keep the memory alive.
-        """
+        """Remove the binding from the state of its memory."""
         super().forget()
-        state = self.source.state
-        if state is not None:
-            state.bindings.pop(self, None)
-        handles = () if state is None else list(state.handles)
-        for node in (*handles, self.object, *self.object.preceding(Kind.OBJECT_MAPPING)):
-            node.first.pop(self, None)
+        if self.source.state is not None:
+            self.source.state.bindings.pop(self, None)

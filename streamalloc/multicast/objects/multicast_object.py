@@ -40,18 +40,7 @@ from streamalloc.formats.html import Row, mib, place, table
 from streamalloc.formats.sizes import counted
 from streamalloc.multicast.objects.bindings import BindingNode, BindSource, check_multiple
 from streamalloc.vmm import PhysicalMemory
-from streamalloc.vmm.internal import (
-    Access,
-    After,
-    GenericAllocation,
-    Kind,
-    LoneMapping,
-    Rights,
-    Team,
-    map_alone,
-    rights_of,
-    wait,
-)
+from streamalloc.vmm.internal import Access, After, GenericAllocation, LoneMapping, Rights, rights_of, wait_for_users
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +196,6 @@ class MulticastObject(GenericAllocation):
     def _open(
         self, session: Session, prop: MulticastObjectProp, step: int, handle: Fd | int | bytes | None = None
     ) -> None:
-        self._bound: list[BindingNode] = []
         self._complete = False
         """Whether :meth:`mark_complete` was called."""
         self.devices: tuple[Device, ...] = ()
@@ -218,14 +206,13 @@ class MulticastObject(GenericAllocation):
         """Number of devices in the team, over all processes."""
         self._granularity: int = step
         self._handle_types: MemHandleType = prop.handle_types
-        self._team = Team()
-        self._prepare(session, prop.size, Kind.OBJECT)
-        self._team.first[self._node] = None
-        self._state.teams[self._team] = None
+        self._prepare(session, prop.size)
+        self._state.is_object = True
         if handle is None:
             self._create("cuMulticastCreate", prop.to_driver())
         else:
             self._import(handle)
+        self._state.objects[self._node] = None
 
     @staticmethod
     def granularity(
@@ -312,7 +299,7 @@ class MulticastObject(GenericAllocation):
     @property
     def bindings(self) -> tuple[Binding, ...]:
         """Bindings that this process made and that are not closed."""
-        return tuple(Binding(self, node) for node in self._live_bindings())
+        return tuple(Binding(self, node) for node in self._node.bound())
 
     @property
     def location(self) -> MemLocation:
@@ -409,16 +396,15 @@ class MulticastObject(GenericAllocation):
         ordinal = source.check(self._granularity, device, shareable=bool(self._handle_types) or self._state.imported)
         if self._all_here and ordinal not in [one.ordinal for one in self.devices]:
             raise self._outside_team(f"{memory!r}: device {ordinal}")
-        for other in self._live_bindings():
+        for other in self._node.bound():
             if other.device == ordinal and other.offset < stop and start < other.stop:
                 taken = f"bytes {other.offset} to {other.stop} of device {ordinal}"
                 raise ValueError(f"offset={offset}: {taken} are bound already")
         node = BindingNode(self._node, source, ordinal, start)
         name, arguments = source.bind_call(raw, ordinal, start, device)
         with undoing(lambda: self._unbind(node, ())):
-            # Listed before the call, so that the binding is undone even if a signal handler raises right after it.
-            self._bound.append(node)
-            node.link(self._team)
+            # Before the call, so that the binding is undone even if a signal handler raises right after it.
+            node.link()
             try:
                 self._session.call(name, *arguments)
             except CudaError as refusal:
@@ -451,7 +437,7 @@ class MulticastObject(GenericAllocation):
         self._check_mappable()
         rights = rights_of(access, self._session)
         self._check_access(rights)
-        return MulticastView(*map_alone(self, self._granularity, rights))
+        return MulticastView(self, self._granularity, rights)
 
     def close(self, after: After = None, *, unmap: bool = False) -> None:
         """Unbind all memory (``cuMulticastUnbind``) and release the object (``cuMemRelease``). Idempotent.
@@ -480,7 +466,13 @@ class MulticastObject(GenericAllocation):
         self._node.allocations.work()
         if self.mapping_count and not unmap:
             raise ValueError(f"{self!r} has {counted(self.mapping_count, 'mapping')}: unmap before it is closed")
-        self._end(after)
+        self._wait(after)
+        try:
+            for node in (*self._node.bound(), *self._state.mappings, self._node):
+                node.end()
+        finally:
+            # This releases closed memory and addresses that have waited for the object's release.
+            self._node.allocations.work()
 
     def end(self, after: After = None) -> None:
         """Call ``close(after, unmap=True)``. Deprecated: the next version removes this name."""
@@ -502,16 +494,9 @@ class MulticastObject(GenericAllocation):
 
     # -- release ---------------------------------------------------------------------------------------------
 
-    def _live_bindings(self) -> list[BindingNode]:
-        self._bound = [node for node in self._bound if not node.gone]
-        return self._bound
-
     def _wait(self, after: After) -> None:
         """Block until work ends that may use the object: unbind and unmap do not wait. Arguments of :meth:`close`."""
-        wait(after, self._session, {device for node in self._mapping_nodes() for device in node.users})
-
-    def _mapping_nodes(self) -> list[Any]:
-        return self._node.preceding(Kind.OBJECT_MAPPING)
+        wait_for_users(after, self._session, [node.rights for node in list(self._state.mappings)])
 
     def _unbind(self, node: BindingNode, after: After) -> None:
         self._wait(after)
@@ -519,26 +504,8 @@ class MulticastObject(GenericAllocation):
             node.end()
         finally:
             if node.gone:
-                node.unlink(self._team)
-                self._live_bindings()
+                node.unlink()
                 self._node.allocations.work()  # This releases closed memory that has waited for the unbind.
-
-    def _end(self, after: After) -> None:
-        self._wait(after)
-        states = [node.source.state for node in self._live_bindings()]
-        for node in list(self._bound):
-            node.end()
-        for mapping in self._mapping_nodes():
-            mapping.end()
-        try:
-            self._node.end()
-        finally:
-            self._live_bindings()
-            for state in states if self._node.gone else ():
-                if state is not None:
-                    state.teams.pop(self._team, None)
-            # This releases closed memory and addresses that have waited for the object's release.
-            self._node.allocations.work()
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -573,7 +540,7 @@ class MulticastObject(GenericAllocation):
 
     def _text(self) -> str:
         team = f"{len(self.devices)} of {self.num_devices} devices added here"
-        bound = f", {len(self._live_bindings())} bindings" if self._live_bindings() else ""
+        bound = f", {len(self.bindings)} bindings" if self.bindings else ""
         return f" of {size_text(self.nbytes)}, {team}{bound}, {self._handle_text()}"
 
 

@@ -31,7 +31,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.session import session_of
 from streamalloc.formats.html import Row, gauge
-from streamalloc.vmm.access import After, copying_stream, ends_of, listed, wait, wait_for_users
+from streamalloc.vmm.access import After, copying_stream, ends_of, listed, wait_for_users
 from streamalloc.vmm.address_range import OwnsRange
 from streamalloc.vmm.pages.places import Page, Parking, PhysicalPages, Places, mapped_apart
 from streamalloc.vmm.stores.blocks import (
@@ -234,8 +234,8 @@ class SpaceMemory(OwnsRange):
         which changes pages, and return its result. Raises CaptureError, and the errors of :meth:`_locked_after`.
         """
         self._check_open()
-        places, physical = self._places, self._physical
-        wait(after, self._session, (physical.device.ordinal,))
+        places = self._places
+        wait_for_users(after, self._session, (places.rights,))
         return self._locked_after(lambda: places.parkings(chosen), act, len(chosen))
 
     def _locked_after(

@@ -192,9 +192,9 @@ class TestBind:
         for _ in range(3):
             with added(PAGE, devices) as other, vmm.PhysicalMemory(devices[1], PAGE) as going:
                 found = [one.bind(memory) for one, memory in ((other, staying), (other, going), (made, going))]
-                assert len(staying._state.teams) == 2 and len(going._state.teams) == 2
+                assert len(staying._state.objects) == 2 and len(going._state.objects) == 2
                 found[-1].close()
-            assert len(staying._state.teams) == 1
+            assert len(staying._state.objects) == 1
         made.close()
 
     @pytest.mark.bindings("13.1")
