@@ -8,8 +8,8 @@ soon as the first piece is there. The way of a piece in a :class:`HostTier`, und
    (``_workers`` is their number).
 2. *Taken.* A thread takes the first piece off ``_pieces`` (``_make_piece``). ``_making`` counts its blocks.
 3. *Pinned.* The thread fills the memory and registers it (``_host_chunk``, ``cuMemHostRegister``).
-4. *There.* The thread adds the :class:`MemoryChunk` to ``_chunks``. It wakes the calls that wait in ``_wait_for_room``
-   for a place for their next copy (``_grown``).
+4. *There.* The thread adds the :class:`MemoryChunk` to ``_chunks``. Calls that wait in ``_place`` for a place for
+   their next copy look there every 0.1 ms.
 5. *Done.* A thread that finds no piece ends. When nothing is under way, ``_end_preparations`` sets the results of the
    futures in ``_preparations``.
 
@@ -20,11 +20,14 @@ after its drop they end.
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextlib
 import ctypes
 import functools
 import itertools
 import threading
+import time
 import weakref
 import zlib
 from collections import deque
@@ -61,6 +64,8 @@ from streamalloc.vmm.stores.pinned import HUGE, PIECE, AfterCopies, Pinning, Run
 
 _BLOCKS = PIECE // HUGE
 """Largest number of blocks in a piece, which is the memory that a thread fills and pins in one call."""
+_PAUSE = 1e-4
+"""Seconds between two looks for memory that threads are pinning."""
 
 
 class MemoryChunk(Chunk):
@@ -287,14 +292,13 @@ class HostTier(BlockTier):
         super().__init__(device, limit)
         self._check = check
         self._pinning = Pinning(device)
-        self._grown = threading.Condition(self._lock)  # type: ignore[arg-type]
-        """Condition that is notified when a thread has pinned a piece or has failed."""
         self._holders: weakref.WeakSet[InMemory] = weakref.WeakSet()
         """Contents of buffers, some of whose blocks may not have room yet."""
         self._pieces: deque[tuple[int, Bytes | None]] = deque()
         """Pieces that no thread has begun to pin: tuples of the number of blocks, and reserved memory for these blocks
         or None.
         """
+        _all_tiers.add(self)
         self._making = 0
         """Number of blocks whose memory threads are pinning now."""
         self._workers = 0
@@ -430,7 +434,9 @@ class HostTier(BlockTier):
                 (end - at, None if whole is None else whole[at * HUGE : end * HUGE]) for at, end in reversed(pieces)
             )
         while self._workers < min(threads, len(self._pieces)):
-            threading.Thread(target=_make_pieces, args=(weakref.ref(self),), name="streamalloc-pinning").start()
+            # Not `threading.Thread`: if a signal handler raises in its `start`, the new thread may wait for ever, and
+            # the interpreter waits for it at exit.
+            _thread.start_new_thread(_make_pieces, (weakref.ref(self),))
             # The thread is counted after its start, which may fail. It cannot end before it is counted, because it
             # needs the lock.
             self._workers += 1
@@ -447,14 +453,17 @@ class HostTier(BlockTier):
         """As :meth:`Tier._place`. If no place is free, wait until a thread has pinned memory. Raises the error of a
         thread, ClosedError.
         """
-        with self._grown:
-            return self._wait_for_room(stored, blocks)
+        while (place := self._free_place(stored, blocks)) is None:
+            # Not a condition of `threading`: if a signal handler raises in its methods, the lock may stay held.
+            time.sleep(_PAUSE)
+        return place
 
-    def _wait_for_room(self, stored: Stored, blocks: range) -> tuple[int, Sequence[Fence]]:
-        while True:
-            for chunk in self._chunks:
-                if chunk.nbytes == HUGE and chunk.left:
-                    return stored.room.take(chunk, blocks)
+    def _free_place(self, stored: Stored, blocks: range) -> tuple[int, Sequence[Fence]] | None:
+        """Take a free place (:meth:`_place`). If there is none, have threads pin memory, and return None."""
+        with self._lock:
+            chunk = next((one for one in self._chunks if one.nbytes == HUGE and one.left), None)
+            if chunk is not None:
+                return stored.room.take(chunk, blocks)
             self._check_open()
             if self._failure is not None and not self._under_way:
                 try:
@@ -462,20 +471,19 @@ class HostTier(BlockTier):
                 finally:
                     self._failure = None
             self._begin(0, cores(), len(stored))
-            self._grown.wait()
+        return None
 
     def _make_piece(self) -> bool:
         """Pin the next piece of memory. Threads of the tier call this method. Returns False if there are no more
         pieces, so that the thread ends.
         """
-        with self._grown:
-            # At exit the interpreter waits for this thread, so it must not pin more memory then.
+        with self._lock:
+            # The process waits for this thread at exit (:func:`_await_threads`), so it must not pin more memory then.
             if self.closed or not threading.main_thread().is_alive():
                 self._pieces.clear()
             count, room = self._pieces.popleft() if self._pieces else (0, None)
             if not count:
                 self._workers -= 1
-                self._grown.notify_all()
             self._making += count
         if not count:
             self._end_preparations()
@@ -486,13 +494,12 @@ class HostTier(BlockTier):
             made.append(self._host_chunk(HUGE, count, room=room))
         except Exception as error:
             failure = error
-        with self._grown:
+        with self._lock:
             if failure is not None:
                 self._failure = failure
                 self._pieces.clear()
             self._chunks += made
             self._making -= count
-            self._grown.notify_all()
         failure = None  # The error's traceback refers to this frame: avoid the reference cycle.
         self._end_preparations()
         return True
@@ -516,6 +523,17 @@ def _make_pieces(tier: weakref.ref[HostTier]) -> None:
     """Pin pieces until there are no more or the tier is dropped. Threads of a tier run this function."""
     while (found := tier()) is not None and found._make_piece():
         del found
+
+
+_all_tiers: weakref.WeakSet[HostTier] = weakref.WeakSet()
+
+
+@atexit.register
+def _await_threads() -> None:
+    """Wait at exit until no thread pins memory: an exit that stops a thread in such a call could crash the process."""
+    for tier in members(_all_tiers):
+        while tier._making and tier.session.usable:  # A forked child has none of the threads.
+            time.sleep(_PAUSE)
 
 
 _tiers = PerDriver[weakref.WeakValueDictionary[int, HostTier]](lambda _: weakref.WeakValueDictionary())

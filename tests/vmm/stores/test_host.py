@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,14 +65,15 @@ def test_room_that_no_thread_makes_is_asked_for() -> None:
     begun: list[object] = []
     made = SimpleNamespace(nbytes=HUGE, left=1)
     tier: Any = SimpleNamespace(_chunks=[], _failure=None, _under_way=0, _check_open=lambda: None)
-    tier._begin = lambda *asked: begun.append(asked)
-    tier._grown = SimpleNamespace(wait=lambda: tier._chunks.append(made))
+    tier._begin, tier._lock = lambda *asked: begun.append(asked), contextlib.nullcontext()
 
     class Blocks(list[int]):
         room = SimpleNamespace(take=lambda chunk, blocks: (len(blocks), ()))
 
     blocks: Any = Blocks([0])
-    assert vmm.HostTier._wait_for_room(tier, blocks, range(1)) == (1, ()) and len(begun) == 1
+    assert vmm.HostTier._free_place(tier, blocks, range(1)) is None and len(begun) == 1
+    tier._chunks.append(made)
+    assert vmm.HostTier._free_place(tier, blocks, range(1)) == (1, ()) and len(begun) == 1
 
 
 class TestOfGroups:
@@ -301,15 +303,23 @@ class TestPrepare:
         tier = group.backup
         group.close()
         tier.close()
-        for thread in threading.enumerate():
-            if thread.name == "streamalloc-pinning":
-                thread.join(10)
+        wait([future], 10)
         tier.trim()
         assert tier.reserved == 0 and future.done()
         with pytest.raises(sa.ClosedError):
             group.prepare(1)
         del tier, group, future
         settle()
+
+    def test_no_signal_handler_can_wedge_its_threads(
+        self, stream: sa.Stream, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As it could in ``threading``: if it raises while a thread starts, or begins to wait, locks stay held."""
+        pool.allocate(1, stream).fill(0)  # The simulated device starts a thread of its own.
+        stream.synchronize()
+        monkeypatch.setattr(threading.Thread, "start", None)
+        with vmm.HostTier(stream.device) as tier:
+            assert tier.prepare(THREE, background=True).result(10) >= THREE
 
     def test_of_other_backups(self, device: sa.Device, host: sa.MemoryPool) -> None:
         with vmm.SleepGroup(device, backup=host) as group, pytest.raises(TypeError, match="backup must be a HostTier"):
