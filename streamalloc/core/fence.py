@@ -257,7 +257,7 @@ class Fence:
         except (ClosedError, InvalidContextError, InvalidHandleError):
             # The stream was closed or destroyed meanwhile. A closed stream of this package has left an event after its
             # work.
-            return (end,) if _may_work(end) else end.last
+            return (end,) if _may_work(end) else [event for event in end.last if not event.closed]
         except LOST:
             return ()
 
@@ -465,13 +465,14 @@ def await_closed(stream: Stream) -> None:
 
 def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stream], T]) -> T:
     """Call ``act`` with a new stream of ``device`` that is ordered after ``last``, the list of an ended stream
-    (:attr:`Stream.last`), and return the result of ``act``. If the list is empty or its event was closed, the new
-    stream is ordered after all known streams. Raises the errors of :meth:`Fence.precede`.
+    (:attr:`Stream.last`), and return the result of ``act``. If the list is empty, the new stream is ordered after all
+    known streams. Raises the errors of :meth:`Fence.precede`.
     """
 
     def after_its_work(substitute: Stream) -> T:
-        if last and not last[0].closed:
-            substitute.wait(last[0])
+        if last:
+            with contextlib.suppress(ClosedError):  # The event was closed after it had completed.
+                substitute.wait(last[0])
         else:
             known = known_ends(device._session)
             Fence(device._session, without=[end for end in known if _may_work(end)]).precede(substitute)

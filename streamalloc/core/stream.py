@@ -92,6 +92,7 @@ from streamalloc.core.event import (
     defer_end,
     finished,
     foreign_event,
+    has_passed,
     is_done,
 )
 from streamalloc.core.properties import checked_function
@@ -220,8 +221,8 @@ class Stream(Closes, Shown):
     sees_all_work: bool = False
     """Whether a query of the stream covers all work that the stream's later work waits for."""
     last: Sequence[Event] = ()
-    """One event after all work of a closed or dropped stream of ours. Empty if the stream is open or the record
-    failed.
+    """One event after all work of a closed or dropped stream of ours. If the event is closed, it has completed. Empty
+    if the stream is open or the record failed.
     """
     _dropping: list[None] = []  # noqa: RUF012 (of streams that we never destroy, so nobody reads it)
     """One entry per finaliser that is freeing memory on the stream; an entry prevents the stream's destruction."""
@@ -975,14 +976,20 @@ def captures_changed(session: Session) -> None:
         stream._allow_direct()
 
 
-def _destroy_spare_events() -> None:
-    """Destroy the spare events of all streams, before a leak report."""
+def _end_events_of_streams() -> None:
+    """Destroy the spare events of all streams, and the completed last events of closed streams, before a leak report.
+    The program may keep the streams, for example by buffers that it has freed.
+    """
     for session in sessions():
         for stream in members(known_streams(session)) if session.usable else ():
             stream._spare.destroy_all(session)
+            for event in stream.last:
+                with contextlib.suppress(CudaError), session.relaxed():
+                    if has_passed(event):
+                        event.close()
 
 
-SETTLERS.append(_destroy_spare_events)
+SETTLERS.append(_end_events_of_streams)
 
 
 _named: PerDriver[weakref.WeakValueDictionary[int, Stream]] = PerDriver(lambda _: weakref.WeakValueDictionary())

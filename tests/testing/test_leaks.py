@@ -142,6 +142,18 @@ def test_an_event_that_its_stream_keeps_is_no_leak(world: World, kind: str) -> N
         assert world.found(watch) == []
 
 
+def test_the_last_event_of_a_closed_stream_that_is_kept_is_no_leak(world: World) -> None:
+    """Freed buffers keep their streams. Memory that is freed after the report comes after the stream's work."""
+    with Watch() as watch:
+        stream = world.device.create_stream()
+        kept, later = (world.pool.allocate(64, stream) for _ in range(2))
+        kept.free()
+        stream.close()
+        assert [text.split()[0] for text, _ in world.found(watch)] == ["pool"]  # only `later`
+        later.close()
+        assert world.found(watch) == [] and world.pool.statistics().used == 4096
+
+
 @pytest.mark.parametrize(
     ("kind", "make"),
     [
