@@ -307,10 +307,15 @@ class Judge:
             first, ended = previous.born, previous.ended
             if first is None or ended is None or previous.end <= low or high <= previous.base:
                 continue
+            # If the host had waited for the free before this use, it can only mean the new memory.
+            if self.timeline.may_be_known(ended.actor.number, ended.time):
+                continue
             if first.actor is actor or self.timeline.order(clock, first.actor.number, first.time):
                 where = born.actor.name
                 what = f"{access} uses memory that {ended} freed and that is now {range_}, allocated on {where}."
-                remedy = f"free it after this use: {self.missing_order(access, ended.actor)}"
+                free_later, wait = self.missing_order(access, ended.actor), self.missing_order(last, actor)
+                remedy = f"if the use means the freed memory, free it after the use: {free_later} "
+                remedy += f"If it means the new memory: {wait}"
                 self.report("reuse race", what, remedy, range_, access.stack, freed=ended.stack)
                 return
         formerly, more = _formerly(range_)

@@ -12,6 +12,7 @@ programs(
 use before allocation
     used_on_another_stream_at_once: x = new a; + a > b; write x b
     an_event_query_of_another_event: e = event; f = event; record a e; x = new a; record a f; poll f|e; write x b
+    at_an_address_whose_last_free_the_host_has_seen: x = new a; free x a; synchronize a; y = new b; + b > c; write y c
     the_host_uses_pinned_memory_of_a_pool_too_early: n = node_pool; x = made_by n a; + synchronize a; host_writes x
 free before allocation
     freed_on_another_stream_at_once: x = new a; + a > b; free x b
