@@ -4,6 +4,7 @@ import gc
 import random
 from collections.abc import Callable
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.multicast import symmetric
 from streamalloc.testing import Gate
 from tests.multicast.support import PAGE, TEAM, Team, added, misorders
 from tests.support import Account, end_what_was_dropped, in_a_thread, names
@@ -253,3 +255,20 @@ holder = [view, bindings[1]]; holder.append(holder)
 def test_interpreter_exit(python: Python) -> None:
     done = python(EXIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("used", "releasing", "written"), [(True, False, 1), (False, False, 0), (True, True, 0)])
+def test_counters_that_nobody_waits_for_are_not_written(
+    used: bool, releasing: bool, written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def run_until(device: object, *_: object) -> list[Any]:
+        asked.append(device)
+        return []
+
+    monkeypatch.setattr(symmetric, "run_until", run_until)
+    monkeypatch.setattr(symmetric, "finish_all", lambda devices, deadline: [])
+    resources: Any = SimpleNamespace(devices={0: "device"}, replicas=["replica"], releasing=releasing)
+    signals: Any = SimpleNamespace(used=used)
+    assert symmetric._satisfy_and_finish(resources, signals, None) == [] and len(asked) == written
