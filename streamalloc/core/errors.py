@@ -165,7 +165,7 @@ class OutOfMemoryError(CudaError, MemoryError):
     Attributes
     ----------
     requested
-        The size of the request.
+        The size of the request that failed. Memory that consists of chunks is requested chunk by chunk.
     used, reserved
         Bytes allocated from the pool, and bytes that the pool has reserved. A pool that fails to grow keeps the memory
         that it reserved before the failure, until it is trimmed.

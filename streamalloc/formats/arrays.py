@@ -13,6 +13,7 @@ import ctypes
 import functools
 import math
 import operator
+from collections.abc import Iterable
 from itertools import groupby
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -215,6 +216,8 @@ def array_form(
     if kind.hasobject or not kind.itemsize:
         raise TypeError(f"dtype={dtype!r}: memory of devices has elements of a size, and no Python objects")
     count, rest = divmod(nbytes, kind.itemsize)
+    if shape is not None and not isinstance(shape, Iterable):
+        raise TypeError(f"shape={shape!r} must be a tuple of integers, such as (2, 3)")
     sizes = [-1] if shape is None else [operator.index(size) for size in shape]
     if -1 in sizes:
         place = sizes.index(-1)

@@ -238,7 +238,9 @@ class Borrowed(Memory, Closes):
 def borrow(
     array: Any, stream: StreamLike, *, lender: StreamLike | None = None, driver: Driver | None = None
 ) -> Borrowed:
-    """Return an array or tensor of another library as memory, without a copy, with the array's type and shape.
+    """Return an array or tensor of another library as memory in bytes, without a copy.
+
+    The attributes ``dtype`` and ``shape`` of the result are those of the array, for :meth:`Memory.view_as`.
 
     Parameters
     ----------

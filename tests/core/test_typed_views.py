@@ -61,6 +61,11 @@ class TestForm:
         with pytest.raises(ValueError, match="does not fill the 64 bytes"):
             buffer.view_as(np.float32, shape)
 
+    @pytest.mark.parametrize("shape", [-1, 2, 2.0])
+    def test_a_shape_that_is_a_number(self, buffer: sa.Buffer, shape: Any) -> None:
+        with pytest.raises(TypeError, match=f"shape={shape} must be a tuple"):
+            buffer.view_as("f4", shape)
+
     @pytest.mark.parametrize("dtype", [object, "V0", [("a", object)], np.dtype((np.int32, (2,)))])
     def test_types_that_no_device_has(self, buffer: sa.Buffer, dtype: Any) -> None:
         with pytest.raises(TypeError, match="dtype"):
