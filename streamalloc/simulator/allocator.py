@@ -43,7 +43,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from streamalloc.simulator.constants import CHUNK
 
@@ -135,20 +134,17 @@ class Shelf:
     def remove(self, block: Block) -> None:
         del self._sorted[bisect_left(self._sorted, (block.size, block.stamp))]
 
-    def best(self, size: int, usable: Callable[[Block], bool] | None = None) -> Block | None:
-        """Return the smallest block of at least ``size`` bytes for which ``usable`` is true; None if there is none.
+    def best(self, size: int) -> Block | None:
+        """Return the smallest block of at least ``size`` bytes; None if there is none.
 
         Of blocks of equal size, it is the block that has been on the shelf longest.
         """
+        return next(self.fitting(size), None)
+
+    def fitting(self, size: int) -> Iterator[Block]:
+        """Yield the blocks of at least ``size`` bytes, in the order of the shelf."""
         found = self._sorted
-        at = bisect_left(found, (size,))
-        if usable is None:
-            return found[at][2] if at < len(found) else None
-        return next((found[one][2] for one in range(at, len(found)) if usable(found[one][2])), None)
-
-
-def _is_within(limit: int, block: Block) -> bool:
-    return block.seq <= limit
+        return (found[at][2] for at in range(bisect_left(found, (size,)), len(found)))
 
 
 Reach = Callable[[int], int]
@@ -193,7 +189,7 @@ class PoolAddresses:
 
     def best_backed(self, size: int) -> Block | None:
         """Find a block that is free for all streams and has all its chunks (rule 2)."""
-        return self._common.best(size, self._is_backed)
+        return next(filter(self._is_backed, self._common.fitting(size)), None)
 
     def best_common(self, size: int) -> Block | None:
         """Find a block that is free for all streams, with or without chunks (rule 5)."""
@@ -208,7 +204,7 @@ class PoolAddresses:
         """
         for stream, shelf in self._shelves():
             limit = reach(stream)
-            block = shelf.best(size, partial(_is_within, limit))
+            block = next((one for one in shelf.fitting(size) if one.seq <= limit), None)
             if block is not None:
                 return block
         return None

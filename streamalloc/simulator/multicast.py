@@ -402,7 +402,10 @@ class MulticastMemory(Mappable):
         if allocation is not None and not self._machine.allocations.is_live(allocation):
             return None  # The bytes may belong to other memory of the pool now, so they must not be mapped.
         if found is None:
-            fd = _open_elsewhere(binding) if backing is None else os.dup(backing.physical.fd)
+            if backing is not None:
+                fd: int | None = os.dup(backing.physical.fd)
+            else:  # Another holder has bound the memory, and its process may have released the memory.
+                fd = reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
             if fd is None:
                 return None
             try:
@@ -410,13 +413,6 @@ class MulticastMemory(Mappable):
             finally:
                 os.close(fd)
         return found
-
-
-def _open_elsewhere(binding: TeamBinding) -> int | None:
-    """Open the file with the memory that another holder has bound. Returns the descriptor; None if its process has
-    released the memory.
-    """
-    return reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
 
 
 def incomplete(replicas: dict[int, list[Segment]], size: int) -> list[int]:

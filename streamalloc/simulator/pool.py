@@ -150,7 +150,10 @@ class Pool(Accessible):
         self.release()
         left = self.line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None
         block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        self._wait_for(block, stream)
+        other = self._scheduler.streams.get(block.owner)
+        if other is not None:
+            # This wait is not recorded in clocks.
+            stream.submit(Operation(), ((other, other.last_free),))
         return block
 
     def free(self, block: Block, size: int, stream: Stream) -> None:
@@ -215,14 +218,6 @@ class Pool(Accessible):
             # The driver trims other pools here, even though that cannot help (observed on H200: test_placements).
             self._banks.trim(self.space)
         return False
-
-    def _wait_for(self, block: Block, stream: Stream) -> None:
-        """Make ``stream`` wait for the last free in the stream that left ``block``. This wait is not recorded in
-        clocks.
-        """
-        other = self._scheduler.streams.get(block.owner)
-        if other is not None:
-            stream.submit(Operation(), ((other, other.last_free),))
 
     # -- releasing memory ------------------------------------------------------------------------------------
 

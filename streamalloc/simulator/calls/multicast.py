@@ -128,17 +128,15 @@ class MulticastCalls(CopyCalls):
         result code of the driver is unknown; here it is CUDA_ERROR_INVALID_VALUE.
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
-        check(mcHandle.table.add(self.labels.number(dev.ordinal), self._has_slot()))
+        # The switch may have no free slot for a further team. Only objects of this machine are counted.
+        formed = {one.serial for one in self._objects() if one.table.state == FORMED}
+        check(mcHandle.table.add(self.labels.number(dev.ordinal), len(formed) < self.spec.multicast_slots))
         self.scheduler.announce()  # This wakes threads that wait until the team is complete.
 
     def _objects(self) -> set[MulticastMemory]:
         """Return the multicast objects that have a handle or a mapping in this machine."""
         mapped = (one.mapping.memory for one in self.allocations.at.values() if one.mapping is not None)
         return {one for one in (*self.memories.values(), *mapped) if isinstance(one, MulticastMemory)}
-
-    def _has_slot(self) -> bool:
-        """Whether the switch has a free slot for a further team. Only objects of this machine are counted."""
-        return len({one.serial for one in self._objects() if one.table.state == FORMED}) < self.spec.multicast_slots
 
     def _release(self) -> None:
         for one in self._objects():

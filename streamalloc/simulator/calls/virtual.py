@@ -342,7 +342,8 @@ class VirtualMemoryCalls(Calls):
         wanted = [self._wanted(arguments.place(one.location), int(one.flags)) for one in descriptors]
         self._check_teams(mappings, wanted)
         losing = any(flags < mapping.right(place) for mapping in mappings for place, flags in wanted)
-        in_use = losing and self._is_in_use(ptr, ptr + size)
+        queued = (one for stream in self.scheduler.streams.values() for one in stream.operations)
+        in_use = losing and any(one.touches(ptr, ptr + size) for one in queued)
         not_modelled(in_use, "taking access away while work on the memory is queued")
         for mapping in mappings:
             for place, flags in wanted:
@@ -368,9 +369,6 @@ class VirtualMemoryCalls(Calls):
                     flags and place.type == Location.DEVICE and number(place.id) not in team for place, flags in wanted
                 )
                 check(not outside, Result.CUDA_ERROR_ILLEGAL_STATE)
-
-    def _is_in_use(self, start: int, end: int) -> bool:
-        return any(one.touches(start, end) for stream in self.scheduler.streams.values() for one in stream.operations)
 
     def _wanted(self, place: Place, flags: int) -> tuple[Place, int]:
         if place.type == Location.DEVICE:
