@@ -227,6 +227,14 @@ class Timeline:
         """
         return self.certain(self.host, number, time)
 
+    def forget_uses(self, uses: dict[int, Any]) -> None:
+        """Remove from ``uses``, a table of operations by actor number, those for which the host has waited, because all
+        later work comes after them.
+        """
+        for number, use in tuple(uses.items()):
+            if self.may_be_known(number, use.time):
+                del uses[number]
+
     def may_be_seen(self, mark: Obstacle) -> bool:
         """Whether the host has waited for ``mark``, a result of :meth:`record`, or may have waited by a call that the
         checker was not told of.

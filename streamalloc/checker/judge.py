@@ -171,7 +171,7 @@ class Judge:
             self._await(piece, contents, access, clock)
         range_.last[actor.number] = access
         if len(range_.last) > MANY_USERS:
-            self._forget(range_.last)
+            self.timeline.forget_uses(range_.last)
         for before, ordered in conflicts:
             self._race(range_, before, access, ordered)
 
@@ -183,7 +183,7 @@ class Judge:
         return [
             (before, ordered)
             for memory, start, end in range_.physical(low, high)
-            for before, ordered in memory.record_access(start, end, access, clock, self.timeline.order, self._forget)
+            for before, ordered in memory.record_access(start, end, access, clock, self.timeline)
             if not (access.atomic and before.atomic) and not self._is_open(range_, before)
         ]
 
@@ -257,12 +257,6 @@ class Judge:
         did = "writes" if contents.written else "reads"
         what = f"{access} uses {range_}, but nothing orders it after the {did} of {contents.whose}."
         self.report("race", what, f"{access.actor.name} must wait for {contents.remedy}.", range_, access.stack)
-
-    def _forget(self, uses: dict[int, Access]) -> None:
-        """Remove from ``uses`` the uses for which the host has waited, because all later work comes after them."""
-        for number, use in tuple(uses.items()):
-            if self.timeline.may_be_known(number, use.time):
-                del uses[number]
 
     def _race(self, range_: Range, before: Access, access: Access, ordered: int) -> None:
         if before.actor is access.actor:

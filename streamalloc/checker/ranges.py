@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
-from streamalloc.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
+from streamalloc.checker.clocks import CERTAIN, UNORDERED, Actor, Clock, Timeline
 from streamalloc.checker.report import Notes
 from streamalloc.driver.reports import Stack, function_of
 from streamalloc.formats.ranges import Extent, Intervals, RangeMap, Runs
@@ -78,12 +78,6 @@ class _Uses(NamedTuple):
     """The reads after it, by actor number. A further read makes a new dictionary."""
 
 
-Order = Callable[[Clock, int, int], int]
-"""Function of a clock, the number of an actor and a time, as :meth:`.Timeline.order`."""
-Forget = Callable[[dict[int, Access]], object]
-"""Function that gets a table of uses by actor number, and removes the uses for which the host has waited."""
-
-
 @dataclass(eq=False, slots=True)
 class Bytes:
     """Physical memory, with the latest uses of each of its bytes, by offset."""
@@ -99,14 +93,13 @@ class Bytes:
     uses: Runs[_Uses] = field(default_factory=lambda: Runs(_Uses(None, {})))
 
     def record_access(
-        self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget
+        self, start: int, end: int, access: Access, clock: Clock, timeline: Timeline
     ) -> list[tuple[Access, int]]:
         """Record a use of the bytes from ``start`` up to ``end``. Returns the earlier uses that conflict and have no
         certain order.
 
         The result has tuples of an earlier use and its order, a constant of :mod:`.clocks`. Several :class:`Access`
-        objects of one actor and time belong to one operation, and are not ordered. ``forget`` is called with a long
-        table of reads, and removes those for which the host has waited.
+        objects of one actor and time belong to one operation, and are not ordered.
         """
         found: dict[Access, int] = {}
         number, time, written = access.actor.number, access.time, _Uses(access, {})
@@ -117,7 +110,7 @@ class Bytes:
                 earlier += before.reads.values()
             for one in earlier:
                 if one.actor.number != number:
-                    ordered = order(clock, one.actor.number, one.time)
+                    ordered = timeline.order(clock, one.actor.number, one.time)
                     if ordered != CERTAIN:
                         found[one] = ordered
                 elif one.time == time and one is not access:
@@ -126,7 +119,7 @@ class Bytes:
                 return written
             reads = {**before.reads, number: access}
             if len(reads) > MANY_USERS:
-                forget(reads)
+                timeline.forget_uses(reads)
             return _Uses(before.write, reads)
 
         self.uses.change(start, end, record)

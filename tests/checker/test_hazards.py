@@ -36,7 +36,7 @@ def test_intervals_agree_with_single_bytes(
         stream = streams[which]
         timeline.submit(stream, lambda _: None)
         access = Access(stream, "use", (), write)
-        unordered = memory.record_access(start, end, access, stream.clock, timeline.order, dict) if start < end else []
+        unordered = memory.record_access(start, end, access, stream.clock, timeline) if start < end else []
         found = set(unordered)
         expected = set()
         for at in range(start, end):
