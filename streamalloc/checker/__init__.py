@@ -19,9 +19,9 @@ How a hazard is found, for a race of ``cuMemsetD8Async`` on one stream with work
    raises the others.
 
 A free takes another way from step 3 on, because it must be recorded before the driver makes it: another thread may get
-the memory during the call. The first half of ``rules.memory._frees`` submits ``Judge.free``, which compares the free
-with the last uses of the memory, and records it. That happens before the call, unless the stream waits for something.
-If the driver refuses the call, the second half undoes the record.
+the memory during the call. The first half of ``rules.memory.cuMemFreeAsync`` submits ``Judge.free``, which compares the
+free with the last uses of the memory, and records it. That happens before the call, unless the stream waits for
+something. If the driver refuses the call, the second half undoes the record.
 
 **Ordered** means: the earlier operation comes first in every possible run. An order needs
 

@@ -26,7 +26,9 @@ Records are kept for later in four places:
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Generator, Iterable
+from inspect import isgeneratorfunction
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from streamalloc.checker.capture import TrackedNode, Unseen
@@ -105,17 +107,12 @@ class Rule(NamedTuple):
     after: After | None = None
 
 
-def rules(*, around: dict[str, Around], after: dict[str, After]) -> dict[str, Rule]:
-    """Return a table of rules by the name of the call. The keys of both arguments are names of calls, separated by
-    spaces.
+def rules_of(names: dict[str, Any]) -> dict[str, Rule]:
+    """Return the rules among ``names``, by the name of their driver call, which is their name. A generator function has
+    steps around the call. Any other function is called after a success.
     """
-    made: dict[str, Rule] = {}
-    for names, steps in around.items():
-        made.update(dict.fromkeys(names.split(), Rule(steps)))
-    for names, done in after.items():
-        for name in names.split():
-            made[name] = Rule(made.get(name, Rule()).around, done)
-    return made
+    found = {name: rule for name, rule in names.items() if re.match("cu[A-Z]", name)}
+    return {name: Rule(rule) if isgeneratorfunction(rule) else Rule(after=rule) for name, rule in found.items()}
 
 
 def run_before(steps: Steps) -> Rest:

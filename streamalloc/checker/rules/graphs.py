@@ -15,7 +15,7 @@ from streamalloc.checker.ranges import Bytes, Range
 from streamalloc.checker.rules.streams import batch_of_values, event_of, record, wait
 from streamalloc.checker.rules.work import plane, rows
 from streamalloc.checker.state import Executable, State
-from streamalloc.checker.uses import Answer, Arguments, Steps, Use, ends, rules
+from streamalloc.checker.uses import Answer, Arguments, Steps, Use, ends, rules_of
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.reports import Launched, Stack
 
@@ -123,7 +123,7 @@ def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: S
 # -- captures ------------------------------------------------------------------------------------------------
 
 
-def _begins_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuStreamBeginCapture(state: State, name: str, args: Arguments, answer: Answer) -> None:
     stream = state.stream(args[0])
     capture = state.streams.captures[stream] = TrackedCapture(state.on_hazard)
     capture.join(stream)
@@ -131,7 +131,10 @@ def _begins_capture(state: State, name: str, args: Arguments, answer: Answer) ->
         capture.begin_in(graph_of(state, args[1]), stream, [int(one) for one in args[2] or ()])
 
 
-def _ends_capture(state: State, name: str, args: Arguments) -> Steps:
+cuStreamBeginCaptureToGraph = cuStreamBeginCapture
+
+
+def cuStreamEndCapture(state: State, name: str, args: Arguments) -> Steps:
     capture = state.streams.captures.get(state.stream(args[0]))
     answer = yield
     if capture is None or (answer[0] and state.ask.number("cuStreamIsCapturing", args[0])):
@@ -142,27 +145,33 @@ def _ends_capture(state: State, name: str, args: Arguments) -> Steps:
         state.graphs[int(answer[1])] = capture.graph
 
 
-def _reorders_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuStreamUpdateCaptureDependencies(state: State, name: str, args: Arguments, answer: Answer) -> None:
     stream = state.stream(args[0])
     if stream in state.streams.captures:
         nodes = list(args[1] or ())[: int(args[-2])]
         state.streams.captures[stream].reorder(stream, [int(one) for one in nodes], bool(int(args[-1]) & _SET))
 
 
+cuStreamUpdateCaptureDependencies_v2 = cuStreamUpdateCaptureDependencies
+
+
 # -- explicit graphs ------------------------------------------------------------------------------------------
 
 
-def _makes_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuGraphCreate(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.graphs[int(answer[1])] = TrackedGraph()
 
 
-def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuGraphClone(state: State, name: str, args: Arguments, answer: Answer) -> None:
     def in_clone(handle: int) -> int:
         found = state.ask.number("cuGraphNodeFindInClone", cuda.CUgraphNode(handle), answer[1]) if handle else None
         return found or 0
 
     nodes = graph_of(state, args[0]).nodes
     state.graphs[int(answer[1])] = TrackedGraph([replace(one, handle=in_clone(one.handle)) for one in nodes])
+
+
+cuGraphDestroy = ends(attrgetter("graphs"))
 
 
 def _adds(at: int, make: MakeNodes, state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -177,14 +186,16 @@ def _adds(at: int, make: MakeNodes, state: State, name: str, args: Arguments, an
 
 
 def _checks(named: Callable[[State, Any], Iterable[Use]], state: State, name: str, args: Arguments) -> Steps:
-    """Rule for a call that adds a node: report freed memory among the memory that its arguments name. ``named``
-    returns this memory.
+    """Rule for a call that adds a copy or a fill: report freed memory among the memory that its arguments name.
+    ``named`` returns this memory.
 
     The report is made before the call, because the driver may refuse the call.
     """
     report_refused = uses.stale_at_launch(state, name, uses.look_up(state, named(state, args[3])).pieces)
     answer = yield
     report_refused(answer)
+    if not answer[0]:
+        _adds(3, partial(_work_node, named), state, name, args, answer)
 
 
 def _filled(state: State, one: Any) -> list[Use]:
@@ -272,7 +283,11 @@ def _node(state: State, params: Any) -> list[TrackedNode]:
     return [TrackedNode("use", unseen=Unseen(None))]
 
 
-def _changes_edges(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuGraphAddNode = cuGraphAddNode_v2 = cuGraphAddNode_v3 = partial(_adds, -1, _node)
+cuGraphAddEmptyNode = partial(_adds, 0, lambda state, graph: [TrackedNode("use")])
+
+
+def cuGraphAddDependencies(state: State, name: str, args: Arguments, answer: Answer) -> None:
     graph = graph_of(state, args[0])
     for before, after in zip(args[1] or (), args[2] or (), strict=False):
         edges = graph.after.setdefault(int(after), [])
@@ -282,7 +297,10 @@ def _changes_edges(state: State, name: str, args: Arguments, answer: Answer) -> 
             edges.remove(int(before))
 
 
-def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuGraphAddDependencies_v2 = cuGraphRemoveDependencies = cuGraphRemoveDependencies_v2 = cuGraphAddDependencies
+
+
+def cuGraphDestroyNode(state: State, name: str, args: Arguments, answer: Answer) -> None:
     handle = number_of(args[0])
     for graph in state.graphs.values():
         if any(one.handle == handle for one in graph.nodes):
@@ -341,7 +359,7 @@ def _replaced(state: State, nodes: list[TrackedNode], handle: int, made: list[Tr
     return known
 
 
-def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuGraphNodeSetEnabled(state: State, name: str, args: Arguments, answer: Answer) -> None:
     executable, handle, enabled = executable_of(state, args[0]), number_of(args[1]), bool(int(args[2]))
     changed = [replace(one, enabled=enabled) for one in executable.nodes if one.handle == handle]
     executable.nodes = _replaced(state, executable.nodes, handle, changed)
@@ -350,13 +368,19 @@ def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
 # -- launches ------------------------------------------------------------------------------------------------
 
 
-def _instantiates(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuGraphInstantiate(state: State, name: str, args: Arguments, answer: Answer) -> None:
     graph = graph_of(state, args[0])
     graph.judge(state.on_hazard)
     state.executables[int(answer[1])] = Executable(list(graph.nodes))
 
 
-def _updates_executable(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuGraphExecDestroy = ends(attrgetter("executables"))
+
+
+cuGraphInstantiateWithParams = cuGraphInstantiate
+
+
+def cuGraphExecUpdate(state: State, name: str, args: Arguments, answer: Answer) -> None:
     executable, nodes = executable_of(state, args[0]), graph_of(state, args[1]).nodes
     old = executable.nodes
     if len(old) == len(nodes):
@@ -366,7 +390,7 @@ def _updates_executable(state: State, name: str, args: Arguments, answer: Answer
     executable.nodes = list(nodes)
 
 
-def _launches(state: State, name: str, args: Arguments) -> Steps:
+def cuGraphLaunch(state: State, name: str, args: Arguments) -> Steps:
     executable, stack = executable_of(state, args[0]), state.place()
     calls = [node.calls for node in executable.nodes if node.calls is not None]
     if calls:
@@ -383,29 +407,16 @@ _SETTERS = {
     **{f"{kind.call}NodeSet{kind.sets}": kind.make for kind in _KINDS if kind.sets},
     **dict.fromkeys(("NodeSetParams", "NodeSetParams_v2"), _node),
 }
-RULES = rules(
-    after={
-        "cuStreamBeginCapture cuStreamBeginCaptureToGraph": _begins_capture,
-        "cuStreamUpdateCaptureDependencies cuStreamUpdateCaptureDependencies_v2": _reorders_capture,
-        "cuGraphCreate": _makes_graph,
-        "cuGraphClone": _clones_graph,
+RULES = rules_of(
+    {
+        **globals(),
         **{f"cuGraphAdd{kind.call}Node": partial(_adds, 3, kind.make) for kind in _KINDS},
-        "cuGraphAddEmptyNode": partial(_adds, 0, lambda state, graph: [TrackedNode("use")]),
-        "cuGraphAddNode cuGraphAddNode_v2 cuGraphAddNode_v3": partial(_adds, -1, _node),
-        "cuGraphAddDependencies cuGraphAddDependencies_v2": _changes_edges,
-        "cuGraphRemoveDependencies cuGraphRemoveDependencies_v2": _changes_edges,
-        "cuGraphDestroyNode": _ends_node,
-        "cuGraphInstantiate cuGraphInstantiateWithParams": _instantiates,
-        "cuGraphExecUpdate": _updates_executable,
-        "cuGraphNodeSetEnabled": _enables,
-        **{f"cuGraph{name} cuGraphExec{name}": partial(_sets, make) for name, make in _SETTERS.items()},
-    },
-    around={
-        "cuGraphDestroy": ends(attrgetter("graphs")),
-        "cuGraphExecDestroy": ends(attrgetter("executables")),
-        "cuStreamEndCapture": _ends_capture,
-        "cuGraphLaunch": _launches,
         "cuGraphAddMemsetNode": partial(_checks, _filled),
         "cuGraphAddMemcpyNode": partial(_checks, plane),
-    },
+        **{
+            f"{graph}{name}": partial(_sets, make)
+            for name, make in _SETTERS.items()
+            for graph in ("cuGraph", "cuGraphExec")
+        },
+    }
 )

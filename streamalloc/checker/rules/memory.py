@@ -14,7 +14,7 @@ from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.ranges import BoundBytes, Range, RecordedOperation
 from streamalloc.checker.state import OPENED, State, TrackedArray, TrackedMemory
 from streamalloc.checker.streams import beside_captures, rights_of_process
-from streamalloc.checker.uses import After, Answer, Arguments, Steps, ends, rules, run_before
+from streamalloc.checker.uses import After, Answer, Arguments, Steps, ends, rules_of, run_before
 from streamalloc.driver.bindings import cuda, number_of, opaque_bytes
 from streamalloc.driver.reports import from_package
 from streamalloc.formats.ranges import Intervals
@@ -74,7 +74,7 @@ def mappings(state: State, address: int, size: int) -> list[Range]:
 # -- stream order --------------------------------------------------------------------------------------------
 
 
-def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemAllocAsync(state: State, name: str, args: Arguments, answer: Answer) -> None:
     if not int(answer[1]):
         return
     stream, stack = state.stream(args[-1]), state.place()
@@ -92,6 +92,9 @@ def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None
     else:
         state.timeline.submit(stream, lambda stream: state.judge.allocate(made, stream))
         state.streams.foreign.did(stream)
+
+
+cuMemAllocFromPoolAsync = cuMemAllocAsync
 
 
 def _current_pool(state: State, device: int | None) -> int:
@@ -123,7 +126,7 @@ def _find_pool(state: State, pool: int, device: int) -> None:
     state.pools[pool] = grants
 
 
-def _frees(state: State, name: str, args: Arguments) -> Steps:
+def cuMemFreeAsync(state: State, name: str, args: Arguments) -> Steps:
     found, stream, stack = state.addresses.at.get(number_of(args[0])), state.stream(args[1]), state.place()
     if found is None:
         state.timeline.submit(stream, lambda stream: None)
@@ -156,7 +159,7 @@ def _frees(state: State, name: str, args: Arguments) -> Steps:
 # -- at once -------------------------------------------------------------------------------------------------
 
 
-def _frees_at_once(state: State, name: str, args: Arguments) -> Steps:
+def cuMemFree(state: State, name: str, args: Arguments) -> Steps:
     """Rule for a synchronous free, and for a close of imported memory."""
     found = state.addresses.at.get(number_of(args[0]))
     if found is None:
@@ -179,6 +182,9 @@ def _frees_at_once(state: State, name: str, args: Arguments) -> Steps:
         # A second unregistration is reported here. A second free of other memory was reported before the call
         # (`_ends_unknown`).
         state.judge.free(found, state.thread(), state.timeline.host, name, state.place(), ending)
+
+
+cuMemFreeHost = cuMemHostUnregister = cuIpcCloseMemHandle = cuMemFree
 
 
 def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool = False) -> After:
@@ -204,7 +210,13 @@ def _first(args: Arguments, answer: Answer) -> int:
     return int(args[0])
 
 
-def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuMemAlloc = _makes("device memory", _first, of_device=True)
+cuMemAllocManaged = _makes("device memory", _first)
+cuMemAllocPitch = _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1]), of_device=True)
+cuMemHostAlloc = cuMemAllocHost = _makes("pinned memory", _first)
+
+
+def cuMemHostRegister(state: State, name: str, args: Arguments, answer: Answer) -> None:
     address, size, context = number_of(args[0]), int(args[1]), state.context()
     made = Range(address, size, "registered memory", stack=state.place(), context=context)
     made.bytes.shared = any(rights.endswith("s") for rights in rights_of_process(made.base, made.end))
@@ -225,7 +237,7 @@ def _sets_rights(
     return answer
 
 
-def _changes_peer_access(state: State, name: str, args: Arguments) -> Steps:
+def cuCtxEnablePeerAccess(state: State, name: str, args: Arguments) -> Steps:
     """Rule for a call that changes the access of the current device to cuMemAlloc memory of another context."""
     grants, enabled = state.access.setdefault(number_of(args[0]), {}), "Enable" in name
     device = state.ask.number("cuCtxGetDevice")
@@ -237,10 +249,13 @@ def _changes_peer_access(state: State, name: str, args: Arguments) -> Steps:
         grants.update(rights)
 
 
+cuCtxDisablePeerAccess = cuCtxEnablePeerAccess
+
+
 # -- arrays --------------------------------------------------------------------------------------------------
 
 
-def _makes_array(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuArrayCreate(state: State, name: str, args: Arguments, answer: Answer) -> None:
     descriptor = args[0]
     width, lines, planes = (max(int(getattr(descriptor, one, 0) or 0), 1) for one in ("Width", "Height", "Depth"))
     bits = getattr(descriptor.Format, "name", "")
@@ -253,13 +268,16 @@ def _makes_array(state: State, name: str, args: Arguments, answer: Answer) -> No
     state.addresses.add(made)
 
 
-def _ends_array(state: State, name: str, args: Arguments) -> Steps:
+cuArray3DCreate = cuArrayCreate
+
+
+def cuArrayDestroy(state: State, name: str, args: Arguments) -> Steps:
     made = state.arrays.get(number_of(args[0]))
     uses.wait_for_device(state)
     yield from end(state, () if made is None else (made,), name)
 
 
-def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuModuleGetGlobal(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """Rule for a call that finds a variable of a module or library. The variable ends when the module or library is
     unloaded.
     """
@@ -272,17 +290,23 @@ def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) ->
         state.variables.setdefault(number_of(args[0]), []).append(made)
 
 
-def _unloads(state: State, name: str, args: Arguments) -> Steps:
+cuLibraryGetGlobal = cuLibraryGetManaged = cuModuleGetGlobal
+
+
+def cuModuleUnload(state: State, name: str, args: Arguments) -> Steps:
     ended = state.variables.pop(number_of(args[0]), [])
     if ended:
         uses.wait_for_device(state)
     yield from end(state, ended, name)
 
 
+cuLibraryUnload = cuModuleUnload
+
+
 # -- pools ---------------------------------------------------------------------------------------------------
 
 
-def _makes_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemPoolCreate(state: State, name: str, args: Arguments, answer: Answer) -> None:
     location = args[0].location
     managed = "MANAGED" in getattr(args[0].allocType, "name", "")
     grants = {int(location.id): 3} if int(location.type) == _DEVICE else {}
@@ -298,7 +322,10 @@ def _ends_pool(state: State, grants: dict[int, int]) -> None:
     state.current_pools = {device: pool for device, pool in state.current_pools.items() if pool in state.pools}
 
 
-def _finds_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuMemPoolDestroy = ends(attrgetter("pools"), _ends_pool)
+
+
+def cuDeviceGetMemPool(state: State, name: str, args: Arguments, answer: Answer) -> None:
     pool, device = int(answer[1]), _device(args)
     if device is not None:
         _find_pool(state, pool, device)
@@ -306,10 +333,16 @@ def _finds_pool(state: State, name: str, args: Arguments, answer: Answer) -> Non
             state.current_pools[device] = pool
 
 
-def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuDeviceGetDefaultMemPool = cuMemGetDefaultMemPool = cuMemGetMemPool = cuDeviceGetMemPool
+
+
+def cuDeviceSetMemPool(state: State, name: str, args: Arguments, answer: Answer) -> None:
     device = _device(args)
     if device is not None:
         state.current_pools[device] = int(args[-1])
+
+
+cuMemSetMemPool = cuDeviceSetMemPool
 
 
 def _device(args: Arguments) -> int | None:
@@ -331,7 +364,7 @@ def granted(descriptors: Any) -> dict[int, int]:
     return {int(one.location.id): int(one.flags) for one in several if int(one.location.type) == _DEVICE}
 
 
-def _grants_pool(state: State, name: str, args: Arguments) -> Steps:
+def cuMemPoolSetAccess(state: State, name: str, args: Arguments) -> Steps:
     grants = state.pools.get(number_of(args[0]))
     if grants is not None:
         yield from _sets_rights(state, state.addresses.living(), [grants], granted(args[1]), name)
@@ -340,11 +373,11 @@ def _grants_pool(state: State, name: str, args: Arguments) -> Steps:
 # -- physical memory, its mappings, and multicast objects ----------------------------------------------------
 
 
-def _reserves(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemAddressReserve(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.reserved.add(Range(int(answer[1]), int(args[0]), "reserved addresses", stack=state.place()))
 
 
-def _ends_reservation(state: State, name: str, args: Arguments) -> Steps:
+def cuMemAddressFree(state: State, name: str, args: Arguments) -> Steps:
     start, size = number_of(args[0]), int(args[1])
     found = state.reserved.at.get(start)
     if found is not None:
@@ -356,7 +389,7 @@ def _ends_reservation(state: State, name: str, args: Arguments) -> Steps:
         state.reserved.add(found)
 
 
-def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemCreate(state: State, name: str, args: Arguments, answer: Answer) -> None:
     location = args[1].location
     device = int(location.id) if int(location.type) == _DEVICE else None
     made = state.physical[int(answer[1])] = TrackedMemory(int(args[0]), state.place(), device)
@@ -364,12 +397,12 @@ def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
     made.bytes.fresh.add(0, made.size)
 
 
-def _releases(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemRelease(state: State, name: str, args: Arguments, answer: Answer) -> None:
     if not state.account.owns(name, number_of(args[0])):
         state.physical.pop(number_of(args[0]), None)
 
 
-def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemRetainAllocationHandle(state: State, name: str, args: Arguments, answer: Answer) -> None:
     found = state.addresses.find(number_of(args[0]))
     if found is None:
         return
@@ -382,7 +415,7 @@ def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.physical[int(answer[1])] = memory
 
 
-def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemMap(state: State, name: str, args: Arguments, answer: Answer) -> None:
     memory = state.physical.get(number_of(args[3]))
     if memory is None:
         memory = state.physical[number_of(args[3])] = TrackedMemory(int(args[1]), ())
@@ -392,23 +425,24 @@ def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.addresses.add(made)
 
 
-def _unmaps(state: State, name: str, args: Arguments) -> Steps:
-    return end(state, mappings(state, number_of(args[0]), int(args[1])), name, "unmap")
+def cuMemUnmap(state: State, name: str, args: Arguments) -> Steps:
+    yield from end(state, mappings(state, number_of(args[0]), int(args[1])), name, "unmap")
 
 
-def _grants(state: State, name: str, args: Arguments) -> Steps:
+def cuMemSetAccess(state: State, name: str, args: Arguments) -> Steps:
     found = mappings(state, number_of(args[0]), int(args[1]))
-    return _sets_rights(state, found, [one.grants for one in found if one.grants is not None], granted(args[2]), name)
+    several = [one.grants for one in found if one.grants is not None]
+    yield from _sets_rights(state, found, several, granted(args[2]), name)
 
 
 # -- multicast objects ---------------------------------------------------------------------------------------
 
 
-def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMulticastCreate(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.physical[int(answer[1])] = TrackedMemory(int(args[0].size), state.place(), bindings=[])
 
 
-def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMulticastBindMem(state: State, name: str, args: Arguments, answer: Answer) -> None:
     # cuMulticastBind..._v2 has the device as its second argument, so the indexes of the later arguments are higher by
     # 1.
     shift = int(name.endswith("_v2"))
@@ -431,7 +465,10 @@ def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
         at += last - first
 
 
-def _unbinds(state: State, name: str, args: Arguments) -> Steps:
+cuMulticastBindAddr = cuMulticastBindMem_v2 = cuMulticastBindAddr_v2 = cuMulticastBindMem
+
+
+def cuMulticastUnbind(state: State, name: str, args: Arguments) -> Steps:
     target = state.physical.get(number_of(args[0]))
     if target is None or target.bindings is None:
         return
@@ -449,7 +486,7 @@ def _unbinds(state: State, name: str, args: Arguments) -> Steps:
 # -- memory of several processes -----------------------------------------------------------------------------
 
 
-def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemPoolExportPointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
     found = state.addresses.find(number_of(args[0]))
     if found is None:
         return
@@ -457,6 +494,9 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
     state.interprocess.exports[data], state.interprocess.names[found] = found, data
     state.interprocess.follow(found)
     _export(state, found, data)
+
+
+cuIpcGetMemHandle = cuMemPoolExportPointer
 
 
 def _export(state: State, range_: Range, name: bytes = b"") -> None:
@@ -479,7 +519,7 @@ def _opened(state: State, made: Range, data: bytes) -> None:
     state.interprocess.begins_import(made, data)
 
 
-def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemPoolImportPointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
     exported = opaque_bytes(args[1])
     origin = state.interprocess.exports.get(exported)
     made = Range(int(answer[1]), 1 if origin is None else origin.size, "import", stack=state.place())
@@ -493,7 +533,7 @@ def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
     _opened(state, made, exported)
 
 
-def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuIpcOpenMemHandle(state: State, name: str, args: Arguments, answer: Answer) -> None:
     there = state.addresses.find(int(answer[1]))
     if there is not None and there.ended is None and there.kind == OPENED:
         # The driver counts the opens of an address, and only the close of the last open unmaps it.
@@ -505,7 +545,7 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
     _opened(state, made, exported)
 
 
-def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemExportToShareableHandle(state: State, name: str, args: Arguments, answer: Answer) -> None:
     memory = state.physical.get(number_of(args[0]))
     if memory is None:
         return
@@ -517,7 +557,7 @@ def _exports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
         state.files.note(answer[1], memory)
 
 
-def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuMemImportFromShareableHandle(state: State, name: str, args: Arguments, answer: Answer) -> None:
     # For a fabric handle this argument is the address of the handle's bytes, and not a file descriptor.
     file = int(args[0]) if args[1] == _FILE else None
     memory = state.files.find(file) if file is not None else None
@@ -531,43 +571,4 @@ def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
     state.physical[int(answer[1])] = memory
 
 
-RULES = rules(
-    after={
-        "cuMemAllocAsync cuMemAllocFromPoolAsync": _allocates,
-        "cuMemAlloc": _makes("device memory", _first, of_device=True),
-        "cuMemAllocManaged": _makes("device memory", _first),
-        "cuMemAllocPitch": _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1]), of_device=True),
-        "cuMemHostAlloc cuMemAllocHost": _makes("pinned memory", _first),
-        "cuMemHostRegister": _registers,
-        "cuArrayCreate cuArray3DCreate": _makes_array,
-        "cuModuleGetGlobal cuLibraryGetGlobal cuLibraryGetManaged": _finds_variable,
-        "cuMemPoolCreate": _makes_pool,
-        "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool cuDeviceGetMemPool cuMemGetMemPool": _finds_pool,
-        "cuDeviceSetMemPool cuMemSetMemPool": _sets_pool,
-        "cuMemAddressReserve": _reserves,
-        "cuMemCreate": _creates,
-        "cuMemRelease": _releases,
-        "cuMemRetainAllocationHandle": _retains,
-        "cuMemMap": _maps,
-        "cuMulticastCreate": _creates_multicast,
-        "cuMemPoolExportPointer cuIpcGetMemHandle": _exports_pointer,
-        "cuMemPoolImportPointer": _imports_pointer,
-        "cuIpcOpenMemHandle": _opens_plain,
-        "cuMemExportToShareableHandle": _exports_memory,
-        "cuMemImportFromShareableHandle": _imports_memory,
-        "cuMulticastBindMem cuMulticastBindAddr cuMulticastBindMem_v2 cuMulticastBindAddr_v2": _binds,
-    },
-    around={
-        "cuMemFreeAsync": _frees,
-        "cuMemFree cuMemFreeHost cuMemHostUnregister cuIpcCloseMemHandle": _frees_at_once,
-        "cuMemPoolDestroy": ends(attrgetter("pools"), _ends_pool),
-        "cuMemPoolSetAccess": _grants_pool,
-        "cuCtxEnablePeerAccess cuCtxDisablePeerAccess": _changes_peer_access,
-        "cuArrayDestroy": _ends_array,
-        "cuModuleUnload cuLibraryUnload": _unloads,
-        "cuMemAddressFree": _ends_reservation,
-        "cuMemUnmap": _unmaps,
-        "cuMemSetAccess": _grants,
-        "cuMulticastUnbind": _unbinds,
-    },
-)
+RULES = rules_of(globals())

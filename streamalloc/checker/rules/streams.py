@@ -16,7 +16,7 @@ from streamalloc.checker.clocks import Actor, Obstacle, TrackedStream
 from streamalloc.checker.contents import HOST_KINDS
 from streamalloc.checker.ranges import NEVER, Access, RecordedOperation
 from streamalloc.checker.state import State
-from streamalloc.checker.uses import Answer, Arguments, Around, Steps, ends, rules
+from streamalloc.checker.uses import Answer, Arguments, Around, Steps, ends, rules_of
 from streamalloc.driver.bindings import cuda, number_of, opaque_bytes
 from streamalloc.driver.reports import Stack, from_package
 
@@ -269,8 +269,11 @@ def end_context(state: State, context: int, what: str, stack: Stack) -> None:
 # -- streams -------------------------------------------------------------------------------------------------
 
 
-def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuStreamCreate(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.streams.add(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, at=state.place(1))
+
+
+cuStreamCreateWithPriority = cuGreenCtxStreamCreate = cuStreamCreate
 
 
 def _synchronises(streams: Callable[[State, Arguments], list[TrackedStream]]) -> Around:
@@ -287,7 +290,12 @@ def _streams_of_context(state: State, args: Arguments) -> list[TrackedStream]:
     return state.streams.all(number_of(args[0]) if args else state.context())
 
 
-def _queries(state: State, name: str, args: Arguments) -> Steps:
+cuStreamDestroy = ends(attrgetter("streams.by_handle"), lambda state, stream: state.streams.retire(stream))
+cuStreamSynchronize = _synchronises(lambda state, args: [state.stream(args[0])])
+cuCtxSynchronize = cuCtxSynchronize_v2 = _synchronises(_streams_of_context)
+
+
+def cuStreamQuery(state: State, name: str, args: Arguments) -> Steps:
     stream = state.stream(args[0])
     state.sources.check()
     clock = stream.clock.copy() if stream.obstacle is None and not stream.peers else None
@@ -309,16 +317,22 @@ def _queries(state: State, name: str, args: Arguments) -> Steps:
 # -- events --------------------------------------------------------------------------------------------------
 
 
-def _makes_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuEventCreate(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.events[int(answer[1])] = TrackedEvent(bool(int(args[0]) & _INTERPROCESS), made=state.place(1))
 
 
-def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuEventDestroy = ends(attrgetter("events"), lambda state, event: state.interprocess.destroyed(event))
+
+
+def cuEventRecord(state: State, name: str, args: Arguments, answer: Answer) -> None:
     external = name.endswith("WithFlags") and int(args[2]) & _EXTERNAL
     record(state, event_of(state, args[0]), state.stream(args[1]), bool(external))
 
 
-def _records_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuEventRecordWithFlags = cuEventRecord
+
+
+def cuCtxRecordEvent(state: State, name: str, args: Arguments, answer: Answer) -> None:
     event, context = event_of(state, args[1]), number_of(args[0])
     # An event records one stream. So an auxiliary stream waits for all streams of the context, and the event records
     # this stream.
@@ -329,12 +343,12 @@ def _records_context(state: State, name: str, args: Arguments, answer: Answer) -
     state.timeline.retire(meeting)
 
 
-def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuStreamWaitEvent(state: State, name: str, args: Arguments, answer: Answer) -> None:
     external = len(args) > 2 and int(args[2]) & _EXTERNAL
     wait(state, state.stream(args[0]), event_of(state, args[1]), bool(external))
 
 
-def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuCtxWaitEvent(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """Rule for a call that makes a context wait for an event. The streams of a green context are unknown, so all
     streams wait.
     """
@@ -342,19 +356,22 @@ def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> 
         wait(state, stream, event_of(state, args[1]))
 
 
-def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuGreenCtxWaitEvent = cuCtxWaitEvent
+
+
+def cuGreenCtxRecordEvent(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """Rule for ``cuGreenCtxRecordEvent``: the event is recorded after streams of a green context, which are unknown."""
     event = event_of(state, args[1])
     event.mark, event.captured, event.foreign = None, None, True
     state.interprocess.drop_uses(state.timeline.everything().after)
 
 
-def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuWaitExternalSemaphoresAsync(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """Rule for a wait for another library's semaphore. The wait counts as ordered after all earlier work."""
     wait(state, state.stream(args[-1]), TrackedEvent(foreign=True))
 
 
-def _happened(state: State, name: str, args: Arguments) -> Steps:
+def cuEventSynchronize(state: State, name: str, args: Arguments) -> Steps:
     """Rule for a call whose success shows the host that the events in its arguments are done
     (``cuEventSynchronize``).
     """
@@ -375,7 +392,10 @@ def _happened(state: State, name: str, args: Arguments) -> Steps:
             state.timeline.host_observes(unseen)
 
 
-def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuEventQuery = cuEventElapsedTime = cuEventSynchronize
+
+
+def cuIpcGetEventHandle(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(answer[1])
     event = state.interprocess.events[data] = event_of(state, args[0])
     _names_event(state, event, data)
@@ -389,7 +409,7 @@ def _names_event(state: State, event: TrackedEvent, data: bytes) -> None:
         state.interprocess.board.name_entry(index, data)
 
 
-def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuIpcOpenEventHandle(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(args[0])
     found = state.interprocess.events.setdefault(data, TrackedEvent(shared=True))
     state.events[int(answer[1])] = found
@@ -399,13 +419,14 @@ def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> No
 # -- values --------------------------------------------------------------------------------------------------
 
 
-def _names_value(state: State, name: str, args: Arguments) -> Steps:
-    """Rule for a write of a value or a wait for one: check the memory before the call.
+def cuStreamWriteValue32(state: State, name: str, args: Arguments) -> Steps:
+    """Rule for a write of a value or a wait for one. The memory is checked before the call.
 
     Other processes may read the written value during the call. So posts of uses that precede the write are removed
     before the call.
     """
-    if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
+    writes = "Write" in name
+    if (state.interprocess.leaving or state.interprocess.uses) and writes:
         stream = state.stream(args[0])
         state.interprocess.notifies(stream)
         if stream.obstacle is None and _is_shared(state, number_of(args[1])):
@@ -413,17 +434,17 @@ def _names_value(state: State, name: str, args: Arguments) -> Steps:
     report_refused = uses.stale(state, args[0], name, uses.look_up(state, ((args[1], 4, True),)).pieces)
     answer = yield
     report_refused(answer)
-
-
-def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
     stream, bits = state.stream(args[0]), int(name[-2:])
-    if "Write" in name:
+    if writes and not answer[0]:
         write_value(state, stream, number_of(args[1]), number_of(args[2]), bits)
-    else:
+    elif not answer[0]:
         wait_value(state, stream, number_of(args[1]), number_of(args[2]), int(args[3]), bits)
 
 
-def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
+cuStreamWriteValue64 = cuStreamWaitValue32 = cuStreamWaitValue64 = cuStreamWriteValue32
+
+
+def cuStreamBatchMemOp(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """Rule for ``cuStreamBatchMemOp``: each operation of the batch is recorded as a single call."""
     batch_of_values(state, state.stream(args[0]), args[2])
 
@@ -446,7 +467,7 @@ def batch_of_values(state: State, stream: TrackedStream, operations: Any) -> Non
 # -- contexts: their end frees streams, device memory and pinned memory; pools and mappings live on -------------
 
 
-def _retains_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def cuDevicePrimaryCtxRetain(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.primary[number_of(args[0])] = int(answer[1])
 
 
@@ -475,33 +496,9 @@ def _primary(state: State, args: Arguments) -> int:
     return state.primary.get(number_of(args[0]), 0)
 
 
-_VALUES = "cuStreamWriteValue32 cuStreamWriteValue64 cuStreamWaitValue32 cuStreamWaitValue64"
-RULES = rules(
-    after={
-        "cuStreamCreate cuStreamCreateWithPriority cuGreenCtxStreamCreate": _makes_stream,
-        "cuEventCreate": _makes_event,
-        "cuIpcGetEventHandle": _exports_event,
-        "cuIpcOpenEventHandle": _opens_event,
-        "cuEventRecord cuEventRecordWithFlags": _records,
-        "cuCtxRecordEvent": _records_context,
-        "cuStreamWaitEvent": _waits,
-        "cuCtxWaitEvent cuGreenCtxWaitEvent": _context_waits,
-        "cuGreenCtxRecordEvent": _records_elsewhere,
-        "cuWaitExternalSemaphoresAsync": _waits_for_others,
-        _VALUES: _value,
-        "cuStreamBatchMemOp": _values,
-        "cuDevicePrimaryCtxRetain": _retains_context,
-    },
-    around={
-        _VALUES: _names_value,
-        "cuStreamDestroy": ends(attrgetter("streams.by_handle"), lambda state, stream: state.streams.retire(stream)),
-        "cuStreamSynchronize": _synchronises(lambda state, args: [state.stream(args[0])]),
-        "cuCtxSynchronize cuCtxSynchronize_v2": _synchronises(_streams_of_context),
-        "cuStreamQuery": _queries,
-        "cuEventDestroy": ends(attrgetter("events"), lambda state, event: state.interprocess.destroyed(event)),
-        "cuEventSynchronize cuEventQuery cuEventElapsedTime": _happened,
-        "cuCtxDestroy": _ends_context(lambda state, args: number_of(args[0])),
-        "cuDevicePrimaryCtxReset": _ends_context(_primary),
-        "cuDevicePrimaryCtxRelease": _ends_context(_primary, last=True),
-    },
-)
+cuCtxDestroy = _ends_context(lambda state, args: number_of(args[0]))
+cuDevicePrimaryCtxReset = _ends_context(_primary)
+cuDevicePrimaryCtxRelease = _ends_context(_primary, last=True)
+
+
+RULES = rules_of(globals())

@@ -10,7 +10,7 @@ from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedNode
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.state import State, TrackedArray
-from streamalloc.checker.uses import Arguments, Around, Steps, Use, rules
+from streamalloc.checker.uses import Arguments, Around, Steps, Use, rules_of
 from streamalloc.driver.bindings import number_of
 
 # Values of CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. With _ANY a copy may read
@@ -366,8 +366,9 @@ _WORK = {
     "cuLaunchKernelEx": _launches(0, params_at=2, function_at=1),
     "cuLaunchGridAsync": _launches(3),
     "cuMemBatchDecompressAsync": _launches(-1),
-    "cuMemDiscardBatchAsync cuMemDiscardAndPrefetchBatchAsync": _works(
-        -1, lambda state, args: _Memory(_discarded(state, args))
+    **dict.fromkeys(
+        ("cuMemDiscardBatchAsync", "cuMemDiscardAndPrefetchBatchAsync"),
+        _works(-1, lambda state, args: _Memory(_discarded(state, args))),
     ),
     "cuMemPrefetchBatchAsync": _works(-1, lambda state, args: _Memory(named=_discarded(state, args))),
     "cuMemPrefetchAsync": _works(-1, lambda state, args: _Memory(named=((args[0], int(args[1]), False),))),
@@ -375,4 +376,4 @@ _WORK = {
     "cuGraphUpload": _works(1),
     "cuSignalExternalSemaphoresAsync": _works(-1),
 }
-RULES = rules(around=_WORK, after={})
+RULES = rules_of(_WORK)
