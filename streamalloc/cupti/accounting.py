@@ -306,14 +306,14 @@ class Memory:
         what = f"{call.function} of {asked:,} bytes was refused"
         self._refusal = what, call.time, self._sums.now.copy(), self._block_sums.now.copy()
 
-    def _map(self, call: DriverCall) -> None:
+    def _cuMemMap(self, call: DriverCall) -> None:
         held = self._held.get(("physical", number_of(call.args[3])))
         if held is not None:
             held.maps += 1
             held.address = number_of(call.args[0])
             self._mapped[held.address] = int(call.args[1]), held
 
-    def _unmap(self, call: DriverCall) -> None:
+    def _cuMemUnmap(self, call: DriverCall) -> None:
         start, size = number_of(call.args[0]), int(call.args[1])
         found = self._mapped.get(start)
         ends = [start] if found and found[0] == size else [at for at in [*self._mapped] if start <= at < start + size]
@@ -322,7 +322,7 @@ class Memory:
             held.maps -= 1
             self._drop_unowned(held, call.time)
 
-    def _retain(self, call: DriverCall) -> None:
+    def _cuMemRetainAllocationHandle(self, call: DriverCall) -> None:
         at, key = number_of(call.args[0]), ("physical", number_of(call.answer[1]))
         for start, (size, held) in [*self._mapped.items()]:
             if start <= at < start + size:
@@ -330,20 +330,24 @@ class Memory:
                 held.keys.add(key)
                 self._held[key] = held
 
-    def _made_pool(self, call: DriverCall) -> None:
+    def _cuMemPoolCreate(self, call: DriverCall) -> None:
         location = call.args[0].location
         self._pools[number_of(call.answer[1])] = int(location.id) if int(location.type) == _DEVICE else -1
 
-    def _destroyed_pool(self, call: DriverCall) -> None:
+    def _cuMemPoolDestroy(self, call: DriverCall) -> None:
         self._pools.pop(number_of(call.args[0]), None)
 
-    def _began_capture(self, call: DriverCall) -> None:
+    def _cuStreamBeginCapture(self, call: DriverCall) -> None:
         self._capturing[_stream_key(call, 0)] = call.thread
 
-    def _context(self, call: DriverCall) -> None:
+    _cuStreamBeginCaptureToGraph = _cuStreamBeginCapture
+
+    def _cuCtxCreate(self, call: DriverCall) -> None:
         self._contexts.add(number_of(call.answer[1]))
 
-    def _destroyed_context(self, call: DriverCall) -> None:
+    _cuDevicePrimaryCtxRetain = _cuCtxCreate
+
+    def _cuCtxDestroy(self, call: DriverCall) -> None:
         # To push a destroyed context crashes the driver.
         self._contexts.discard(context := number_of(call.args[0]))
         self._forget({context}, call.time)
@@ -604,17 +608,9 @@ def _rows_of_torch(torch: Torch) -> list[Row]:
 
 
 _OTHERS: dict[str, Callable[[Memory, DriverCall], None]] = {
-    "cuMemMap": Memory._map,
-    "cuMemUnmap": Memory._unmap,
-    "cuMemRetainAllocationHandle": Memory._retain,
-    "cuMemPoolCreate": Memory._made_pool,
-    "cuMemPoolDestroy": Memory._destroyed_pool,
-    "cuStreamBeginCapture": Memory._began_capture,
-    "cuStreamBeginCaptureToGraph": Memory._began_capture,
-    "cuDevicePrimaryCtxRetain": Memory._context,
-    "cuCtxCreate": Memory._context,
-    "cuCtxDestroy": Memory._destroyed_context,
+    name.removeprefix("_"): method for name, method in vars(Memory).items() if name.startswith("_cu")
 }
+"""Methods for all other functions that change the account, by name of the function."""
 FUNCTIONS = frozenset((*_MAKERS, *_ENDERS, *_OTHERS, "cuStreamEndCapture"))
 """Names of the driver functions whose calls change the account."""
 
