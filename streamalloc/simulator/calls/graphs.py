@@ -201,18 +201,13 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
     # -- work of nodes: what a launch does, and the parameters that a query returns --------------------------
 
     def _work(self, kind: str, graph: NodeGraph, *params: Any) -> Work:
-        works: dict[str, Callable[..., Work]] = {
-            "MEMSET": self._fill_of_node,
-            "MEMCPY": self._copy_of_node,
-            "HOST": self._host_function_of_node,
-            "BATCH_MEM_OP": self._batch_of_node,
-            "KERNEL": self._kernel_of_node,
-            "EVENT_RECORD": self._event_record_of_node,
-            "WAIT_EVENT": self._event_wait_of_node,
-        }
-        return works[kind](graph, *params) if params else {}
+        """Return the work of a node, from the arguments of the call that adds it: the method ``_work_of_KIND`` reads
+        them.
+        """
+        work: Work = getattr(self, f"_work_of_{kind}")(graph, *params) if params else {}
+        return work
 
-    def _fill_of_node(self, graph: NodeGraph, params: Any, ctx: Any = None) -> Work:
+    def _work_of_MEMSET(self, graph: NodeGraph, params: Any, ctx: Any = None) -> Work:
         context = self._context_of_node(ctx)
         values = {name: int(getattr(params, name)) for name in FILL_FIELDS}
         self._check_fill_node(graph, values, context)
@@ -240,7 +235,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
             return found
         return self.current_or_none() or self.devices[0].primary
 
-    def _copy_of_node(self, graph: NodeGraph, params: Any, ctx: Any = None) -> Work:
+    def _work_of_MEMCPY(self, graph: NodeGraph, params: Any, ctx: Any = None) -> Work:
         context = self._context_of_node(ctx)
         shape = Shape(int(params.WidthInBytes), int(params.Height), int(params.Depth))
         check(shape.size)
@@ -248,15 +243,15 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         self._check_copy(target, source, shape, PROMISED.get(kinds, ""), (context, context), graph)
         return {"values": copy_values(params, shape), "operation": self.copying(context, shape, target, source)}
 
-    def _host_function_of_node(self, graph: NodeGraph, params: Any) -> Work:
+    def _work_of_HOST(self, graph: NodeGraph, params: Any) -> Work:
         operation = self._host_function(int(params.fn), int(params.userData or 0))
         return {"values": {"fn": params.fn, "userData": params.userData}, "operation": operation}
 
-    def _batch_of_node(self, graph: NodeGraph, params: Any) -> Work:
+    def _work_of_BATCH_MEM_OP(self, graph: NodeGraph, params: Any) -> Work:
         context = self._find(arguments.Context, params.ctx)
         return {"operation": self._batch(context, params.paramArray, int(params.count), int(params.flags), True)}
 
-    def _kernel_of_node(self, graph: NodeGraph, params: Any) -> Work:
+    def _work_of_KERNEL(self, graph: NodeGraph, params: Any) -> Work:
         function: Function = self._find(Function, int(params.func) or int(params.kern))
         context = function.module.context or self._context_of_node(params.ctx)
         shape = self._shape(function, (*extents_of(params), int(params.sharedMemBytes)))
@@ -264,13 +259,13 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         operation, cells = self._launch_of(context, function, shape, given)
         return {"values": node_values(function, shape, cells), "operation": operation}
 
-    def _event_record_of_node(self, graph: NodeGraph, event: Any) -> Work:
+    def _work_of_EVENT_RECORD(self, graph: NodeGraph, event: Any) -> Work:
         check(arguments.event(event))
         found = self._find(arguments.Event, event)
         return {"values": {"event": found}, "enter": found.record_in, "operation": None}
 
-    def _event_wait_of_node(self, graph: NodeGraph, event: Any) -> Work:
-        work = self._event_record_of_node(graph, event)
+    def _work_of_WAIT_EVENT(self, graph: NodeGraph, event: Any) -> Work:
+        work = self._work_of_EVENT_RECORD(graph, event)
         return {**work, "enter": work["values"]["event"].make_wait}
 
     # -- parameters of nodes ---------------------------------------------------------------------------------
