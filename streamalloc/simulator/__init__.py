@@ -25,7 +25,7 @@ otherwise the same):
 3. ``pool.Pool.take`` gives the stream a rank (``scheduler.Scheduler.rank``). ``Pool._find`` looks for a block by the
    rules of :mod:`.allocator`, which explains the words: one with memory that the stream can use at once, then one that
    another stream freed (``Pool._left_by_others``), then free addresses, under which it puts memory
-   (``Pool._grow_for``, ``Pool._back``, ``banks.Space.back``).
+   (``Pool._grow_for``, ``Pool._back``, ``Pool._map_chunks``).
 4. If the pool follows event dependencies, the allocation takes a number in its stream (``scheduler.Mark``), except by
    the first two rules. Ranks and numbers decide where later allocations of other streams lie.
 5. ``allocations.AllocationTable`` lists the memory by its address, for all later calls.

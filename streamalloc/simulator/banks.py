@@ -1,21 +1,21 @@
-"""Memory of all devices and of the host: sizes, reserved addresses, and the memory of pools, of ``cuMemAlloc`` and of
-pinned host allocations.
+"""Memory of all devices and of the host: sizes, reserved addresses, and the memory of ``cuMemAlloc`` and of pinned host
+allocations.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from streamalloc.formats.ranges import RangeMap
-from streamalloc.simulator.allocator import FREE_FOR_ALL, USED, Block, PoolAddresses, Shelf
-from streamalloc.simulator.constants import ALIGNMENT, BLOCK, CHUNK, round_up
+from streamalloc.simulator.allocator import FREE_FOR_ALL, USED, Block, Shelf
+from streamalloc.simulator.constants import ALIGNMENT, BLOCK, round_up
 from streamalloc.simulator.errors import undo_by
 from streamalloc.simulator.files import Usage
-from streamalloc.simulator.memory import Physical, ReservedExtent, is_accessible, keep_readable
+from streamalloc.simulator.memory import Physical, ReservedExtent, is_accessible
 
 
 class Bank:
@@ -121,6 +121,15 @@ class Arenas(RangeMap[ReservedExtent]):
             one.close()
 
 
+class Reserve(Protocol):
+    """A pool, which may have memory that is free for all streams."""
+
+    bank: Bank
+
+    def trim(self, keep: int) -> None:
+        """Release memory that is free for all streams, but keep at least ``keep`` bytes."""
+
+
 @dataclass(eq=False)
 class Banks:
     """Banks of all devices and of the host, with the reservations of the machine and the memory of its pools."""
@@ -130,8 +139,8 @@ class Banks:
     alone: bool = False
     """Whether the machine has only one device, counting devices that this process does not see."""
     arenas: Arenas = field(default_factory=Arenas)
-    pools: dict[int, Space] = field(default_factory=dict)
-    """Memory of each pool, by pool handle."""
+    pools: dict[int, Reserve] = field(default_factory=dict)
+    """Pools by handle."""
     reserves: list[tuple[Bank, Callable[[], None]]] = field(default_factory=list)
     """Tuples of a bank and a function that releases the bank's unused graph memory."""
 
@@ -139,31 +148,32 @@ class Banks:
         """Return the bank of the device with this ordinal; None: the bank of the host."""
         return self.host if device is None else self.devices[device]
 
-    def make_room(self, bank: Bank, needed: int, asking: Space | None = None) -> bool:
+    def make_room(self, bank: Bank, needed: int, asking: Reserve | None = None) -> bool:
         """Release unused memory of the pools in ``bank`` until the bank has ``needed`` free bytes (observed on H200:
         test_placements).
 
         The pool ``asking`` keeps its memory. Returns whether ``needed`` bytes are free.
         """
-        for space in self.pools.values():
+        for pool in self.pools.values():
             if bank.free >= needed:
                 return True
-            if space is not asking and space.bank is bank:
-                space.trim(0)
+            if pool is not asking and pool.bank is bank:
+                pool.trim(0)
         return bank.free >= needed
 
-    def trim(self, asking: Space) -> None:
-        """Release unused memory of graphs, and of pools other than ``asking``, the pool that needs memory.
+    def trim(self, asking: Reserve, of_node: bool) -> None:
+        """Release unused memory of graphs, and of pools other than ``asking``, the pool that needs memory. ``of_node``:
+        whether that pool is for one NUMA node.
 
         For a pool of a device, memory of that device is released. For a pool of a NUMA node, memory of the host is
         released. For any other host pool, memory of all devices is released. Observed on H200 (test_placements); the
         last case on a machine of one device.
         """
-        of_host = asking.bank is self.host and not asking.of_node
+        of_host = asking.bank is self.host and not of_node
         banks = self.devices if of_host else [asking.bank]
-        for space in self.pools.values():
-            if space is not asking and space.bank in banks:
-                space.trim(0)
+        for pool in self.pools.values():
+            if pool is not asking and pool.bank in banks:
+                pool.trim(0)
         for bank, release in self.reserves:
             if bank in banks:
                 release()
@@ -189,86 +199,6 @@ class Banks:
                 return False
             address = reservation.end
         return True
-
-
-class Space:
-    """Memory of a pool: its addresses (:class:`PoolAddresses`), and a file with the memory of the chunks. Offsets in
-    the file equal offsets from the first address.
-
-    ``bank``: :class:`Bank` in which the memory counts as used. ``of_node``: whether the pool is for one NUMA node of
-    the host. ``on_host``: whether NumPy arrays can refer to the memory, even after a free, see :data:`.memory.FREED`.
-    """
-
-    def __init__(
-        self, name: str, banks: Banks, bank: Bank, capacity: int, ranks: dict[int, int], of_node: bool, on_host: bool
-    ) -> None:
-        self.line: PoolAddresses = PoolAddresses(round_up(capacity, CHUNK), ranks)
-        self.bank = bank
-        self.of_node = of_node
-        self._name = name
-        self._on_host = on_host
-        self._arenas = banks.arenas
-        # A new pool reserves all its addresses, so that no other reservation gets them (observed on H200: test_pools).
-        self._reservation = self._arenas.add(ReservedExtent(self.line.capacity, CHUNK, low=True))
-        self.base: int = self._reservation.base
-
-    @functools.cached_property
-    def physical(self) -> Physical:
-        return self._arenas.own(Physical(self._name, self.line.capacity))
-
-    def back(self, chunks: list[int]) -> None:
-        """Map memory under the chunks with these numbers; the bank counts it as used. Raises ``OSError`` if the
-        operating system refuses.
-        """
-        for first, count in _runs(chunks):
-            offset, size = first * CHUNK, count * CHUNK
-            self._reservation.map(self.base + offset, size, self.physical.fd, offset)
-            if self._on_host:
-                self._reservation.readable = max(self._reservation.readable, offset + size)
-            self.line.backed.update(range(first, first + count))
-            self.bank.used += size
-
-    def unback(self, chunks: list[int]) -> None:
-        """Unmap the memory of the chunks with these numbers; the bank counts it as free."""
-        for first, count in _runs(chunks):
-            offset, size = first * CHUNK, count * CHUNK
-            self._reservation.unmap(self.base + offset, size)
-            if self._on_host:
-                keep_readable(self.base + offset, self.base + offset + size)
-            self.physical.discard(offset, size)
-            self.line.backed.difference_update(range(first, first + count))
-            self.bank.used -= size
-
-    def release(self, keep: int, highest: bool = False, among: range | None = None) -> None:
-        """Release chunks that are free for all streams, until the pool has memory of at most ``keep`` bytes or no such
-        chunk is left.
-
-        The chunks that have been free longest are released first; with ``highest``, the chunks at the highest
-        addresses. ``among``: numbers of the only chunks that may be released; None: all.
-        """
-        excess = -(-(self.line.reserved - keep) // CHUNK)
-        if excess > 0:
-            spare = [at for at in self.line.spare() if among is None or at in among]
-            self.unback(sorted(spare)[-excess:] if highest else sorted(spare[:excess]))
-
-    def trim(self, keep: int) -> None:
-        """Release memory that is free for all streams, highest addresses first, but keep at least ``keep`` bytes."""
-        self.release(keep + CHUNK - 1, highest=True)
-
-    def close(self) -> None:
-        self.bank.used -= self.line.reserved
-        self._arenas.remove(self._reservation)
-        if "physical" in vars(self):
-            self.physical.close()
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield a tuple of first number and length for each run of consecutive numbers."""
-    start = 0
-    for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
-            yield numbers[start], at - start
-            start = at
 
 
 # -- cuMemAlloc and pinned host memory, outside of stream order ------------------------------------------------

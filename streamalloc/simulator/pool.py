@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from streamalloc.simulator import constants
 from streamalloc.simulator.allocator import Block, PoolAddresses
-from streamalloc.simulator.banks import Banks, Space
+from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Handles, Location, Place
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import Label, Labels
-from streamalloc.simulator.memory import Physical, ReservedExtent
+from streamalloc.simulator.memory import Physical, ReservedExtent, keep_readable
 from streamalloc.simulator.scheduler import ALL, Clock, LastUses, Mark, Operation, QueuedCall, Scheduler, Stream
 
 _MOST_KEPT = (1 << 64) - CHUNK
@@ -80,16 +82,23 @@ class Pool(Accessible):
         banks = self._banks = self.owner.banks
         self._scheduler = self.owner.scheduler
         self.label: Label = self.owner.labels.new("pool", self.place)
-        bank = banks.bank(self.device)
+        self.bank: Bank = banks.bank(self.device)
         # A pool has addresses for twice its maximum size. On a machine with several devices, a device's pool has as
         # many addresses as a pool without a maximum size (observed on H200: test_placements).
         few = self.device is None or banks.alone
-        capacity = 2 * self.max_size if few and self.max_size else bank.addresses
-        of_node = self.place.type == Location.HOST_NUMA
-        kind = (of_node, self.managed or self.device is None)
-        self.space: Space = Space(str(self.label), banks, bank, capacity, self._scheduler.ranks, *kind)
-        self.line: PoolAddresses = self.space.line
-        banks.pools[self.handle] = self.space
+        capacity = 2 * self.max_size if few and self.max_size else self.bank.addresses
+        self.line: PoolAddresses = PoolAddresses(constants.round_up(capacity, CHUNK), self._scheduler.ranks)
+        # A new pool reserves all its addresses, so that no other reservation gets them (observed on H200: test_pools).
+        self._reservation = banks.arenas.add(ReservedExtent(self.line.capacity, CHUNK, low=True))
+        self.base: int = self._reservation.base
+        # NumPy arrays can refer to memory of the host, even after a free, see :data:`.memory.FREED`.
+        self._on_host = self.managed or self.device is None
+        banks.pools[self.handle] = self
+
+    @functools.cached_property
+    def physical(self) -> Physical:
+        """File with the memory of the chunks. Offsets in the file equal offsets from the first address."""
+        return self._banks.arenas.own(Physical(str(self.label), self.line.capacity))
 
     @property
     def reserved(self) -> int:
@@ -109,7 +118,7 @@ class Pool(Accessible):
         self.used += size
         if self.used > self.used_high:
             self.used_high = self.used
-        return self.space.base + block.start, block
+        return self.base + block.start, block
 
     def _find(self, size: int, stream: Stream) -> Block:
         """Find a block with memory under its first ``size`` bytes, by the rules of :mod:`.allocator`. By rules 3 to 6
@@ -175,7 +184,7 @@ class Pool(Accessible):
         """
         under = range(block.start // CHUNK, -(-block.end // CHUNK))
         self.line.free(block)
-        self.space.release(self.threshold, among=under)
+        self._release(self.threshold, among=under)
         self.returned()
 
     def _back(self, block: Block, size: int) -> bool:
@@ -189,7 +198,7 @@ class Pool(Accessible):
         if not missing:
             return True
         spare = self.line.spare_besides(block, size)[-len(missing) :]
-        self.space.unback(spare)
+        self._unback(spare)
         grown = self._grow(missing, len(spare))
         self.reserved_high = max(self.reserved_high, self.reserved)
         return grown
@@ -199,15 +208,14 @@ class Pool(Accessible):
 
         ``had``: number of chunks that the pool has just released at other addresses, for this growth.
         """
-        bank = self.space.bank
         most, needed = len(missing), len(missing) * CHUNK
-        if not self._banks.make_room(bank, needed, self.space) and self.device is None:
+        if not self._banks.make_room(self.bank, needed, self) and self.device is None:
             most = had  # After a growth that failed, a host pool has as many chunks as before.
-        room = bank.free
+        room = self.bank.free
         if self.max_size:
             room = min(room, self.max_size - self.reserved)
         try:
-            self.space.back(missing[: min(most, room // CHUNK)])
+            self._map_chunks(missing[: min(most, room // CHUNK)])
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
@@ -216,10 +224,45 @@ class Pool(Accessible):
             return most == len(missing)
         if self.max_size:
             # The driver trims other pools here, even though that cannot help (observed on H200: test_placements).
-            self._banks.trim(self.space)
+            self._banks.trim(self, self.place.type == Location.HOST_NUMA)
         return False
 
+    def _map_chunks(self, chunks: list[int]) -> None:
+        """Map memory under the chunks with these numbers; the bank counts it as used. Raises ``OSError`` if the
+        operating system refuses.
+        """
+        for first, count in _runs(chunks):
+            offset, size = first * CHUNK, count * CHUNK
+            self._reservation.map(self.base + offset, size, self.physical.fd, offset)
+            if self._on_host:
+                self._reservation.readable = max(self._reservation.readable, offset + size)
+            self.line.backed.update(range(first, first + count))
+            self.bank.used += size
+
     # -- releasing memory ------------------------------------------------------------------------------------
+
+    def _unback(self, chunks: list[int]) -> None:
+        """Unmap the memory of the chunks with these numbers; the bank counts it as free."""
+        for first, count in _runs(chunks):
+            offset, size = first * CHUNK, count * CHUNK
+            self._reservation.unmap(self.base + offset, size)
+            if self._on_host:
+                keep_readable(self.base + offset, self.base + offset + size)
+            self.physical.discard(offset, size)
+            self.line.backed.difference_update(range(first, first + count))
+            self.bank.used -= size
+
+    def _release(self, keep: int, highest: bool = False, among: range | None = None) -> None:
+        """Release chunks that are free for all streams, until the pool has memory of at most ``keep`` bytes or no such
+        chunk is left.
+
+        The chunks that have been free longest are released first; with ``highest``, the chunks at the highest
+        addresses. ``among``: numbers of the only chunks that may be released; None: all.
+        """
+        excess = -(-(self.reserved - keep) // CHUNK)
+        if excess > 0:
+            spare = [at for at in self.line.spare() if among is None or at in among]
+            self._unback(sorted(spare)[-excess:] if highest else sorted(spare[:excess]))
 
     def free_left(self, clock: Clock) -> bool:
         """Make blocks free for all streams: those whose frees ``clock`` contains. If there are any, memory above the
@@ -239,14 +282,15 @@ class Pool(Accessible):
         """Release memory that is free for all streams, until the pool has at most :attr:`threshold` bytes or no such
         memory is left.
         """
-        self.space.release(self.threshold)
+        self._release(self.threshold)
 
     def trim(self, keep: int) -> None:
-        """Release memory that is free for all streams, but keep at least ``keep`` bytes (``cuMemPoolTrimTo``).
+        """Release memory that is free for all streams, highest addresses first, but keep at least ``keep`` bytes
+        (``cuMemPoolTrimTo``).
 
         A number so large that it overflows in the driver counts as 0.
         """
-        self.space.trim(keep if keep <= _MOST_KEPT else 0)
+        self._release((keep if keep <= _MOST_KEPT else 0) + CHUNK - 1, highest=True)
 
     def destroy(self) -> None:
         self.destroyed = True
@@ -266,7 +310,10 @@ class Pool(Accessible):
         if self.reserved:
             self.owner.to_release = True
         self._banks.pools.pop(self.handle, None)
-        self.space.close()
+        self.bank.used -= self.reserved
+        self._banks.arenas.remove(self._reservation)
+        if "physical" in vars(self):
+            self.physical.close()
 
     # -- sharing ---------------------------------------------------------------------------------------------
 
@@ -274,10 +321,9 @@ class Pool(Accessible):
         """Return the pool's file, which is given to other processes. From now on released memory keeps its contents for
         them.
         """
-        physical = self.space.physical
-        physical.kept = True
-        physical.seal()
-        return physical
+        self.physical.kept = True
+        self.physical.seal()
+        return self.physical
 
     @property
     def granted(self) -> bool:
@@ -285,6 +331,15 @@ class Pool(Accessible):
         like ordinary host memory. Always True for a managed pool.
         """
         return self.managed or READ_WRITE in self.access.values()
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield a tuple of first number and length for each run of consecutive numbers."""
+    start = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield numbers[start], at - start
+            start = at
 
 
 class OpenedPool(Accessible):

@@ -183,7 +183,7 @@ class MulticastCalls(CopyCalls):
         check(address + size <= allocation.end)
         check(pool is not None)  # As documented, the memory must be of cuMemCreate or of a pool.
         pool = need_a(Pool, pool, "cuMulticastBindAddr of another process's pool memory")
-        return Backing(pool.space.physical, address - pool.space.base, pool.device, allocation=allocation)
+        return Backing(pool.physical, address - pool.base, pool.device, allocation=allocation)
 
     def _on_device(self, bind: Method, found: MulticastMemory, device: Device, *rest: Any) -> None:
         bind(self, found, *rest, device)

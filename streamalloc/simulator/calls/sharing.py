@@ -250,7 +250,7 @@ class SharingCalls(VirtualMemoryCalls):
         exportable = pool.handle_types & HandleType.POSIX_FD or self.fabric
         refused = pool.destroyed or not exportable
         not_modelled(refused, "cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
-        check(pool.space.physical.kept)  # The pool must have been exported before (observed on H200: test_sharing).
+        check(pool.physical.kept)  # The pool must have been exported before (observed on H200: test_sharing).
         data = pack("pointer", os.getpid(), 1, int(pool.label.serial, 16), allocation.block.start, allocation.size)
         return opaque_struct("CUmemPoolPtrExportData", data)
 
