@@ -1,5 +1,5 @@
-"""Live allocations, registrations and mappings, with a class for each kind of memory; managed memory, and the advice on
-its pages.
+"""Live allocations, registrations and mappings, with a class for each kind of memory; advice on the pages of managed
+memory.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from streamalloc.formats.ranges import Extent, RangeMap, Runs
 from streamalloc.simulator.allocator import Block
 from streamalloc.simulator.banks import Banks
-from streamalloc.simulator.constants import BLOCK, Place, round_up
+from streamalloc.simulator.constants import Place, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.graph_memory import GraphHeap
-from streamalloc.simulator.memory import FREED, Physical, ReservedExtent, is_accessible
+from streamalloc.simulator.memory import FREED, ReservedExtent, is_accessible
 from streamalloc.simulator.physical import MappedExtent
 from streamalloc.simulator.pool import OpenedPool, Pool
 
@@ -97,8 +97,11 @@ class DeviceMemory(LiveMemory):
 
 @dataclass(eq=False)
 class ManagedMemory(LiveMemory):
-    """Memory of ``cuMemAllocManaged``. Each allocation has its own reservation, and begins at the reservation's
-    start.
+    """Memory of ``cuMemAllocManaged``, modelled after the driver API's documentation without readings from hardware.
+    Each allocation has its own reservation, and begins at the reservation's start.
+
+    Its bytes are at one address for the host and all devices. The residence of pages is not simulated: no bank counts
+    the memory, so ``cuMemGetInfo`` never includes it. Advice and prefetches are recorded for each page.
     """
 
     reservation: ReservedExtent
@@ -226,33 +229,3 @@ def discard(banks: Banks, ranges: list[tuple[int, int]]) -> None:
     for address, size in ranges:
         if banks.is_backed(address, size):
             ctypes.memset(address, FREED, size)
-
-
-@dataclass(eq=False)
-class Managed:
-    """Memory of cuMemAllocManaged, modelled after the driver API's documentation without readings from hardware.
-
-    Its bytes are at one address for the host and all devices. The residence of pages is not simulated: no bank counts
-    the memory, so ``cuMemGetInfo`` never includes it. Advice and prefetches are recorded for each page.
-    """
-
-    banks: Banks
-    allocations: AllocationTable
-    _physical: Physical | None = field(default=None, init=False)
-
-    def allocate(self, size: int, context: Context) -> int:
-        whole = round_up(size, BLOCK)
-        if self._physical is None:
-            self._physical = self.banks.arenas.own(Physical("managed", 0))
-        made = ReservedExtent(whole, BLOCK, self._physical.fd, self._physical.extend(whole))
-        reservation = self.banks.arenas.add(made)
-        reservation.readable = whole
-        self.allocations.add(ManagedMemory(reservation.base, size, context.device.ordinal, context, reservation))
-        return reservation.base
-
-    def free(self, memory: ManagedMemory) -> None:
-        """Release managed memory. NumPy arrays over this memory then read :data:`FREED`
-        (:meth:`.ReservedExtent.close`).
-        """
-        self.allocations.remove(memory)
-        self.banks.arenas.remove(memory.reservation)

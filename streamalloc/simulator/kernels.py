@@ -267,12 +267,6 @@ def load(given: Any) -> Contents | None:
     empty buffer. Raises :class:`NotModelled` for an address without memory.
     """
     check(given is not None and not (isinstance(given, int) and not given))
-    text = _text(given)
-    return None if text is None else _read(text)
-
-
-def _text(given: Any) -> str | None:
-    """Return the PTX text of an image, given as buffer object or as address; None for an image in another format."""
     if not isinstance(given, int):
         data = memoryview(given).tobytes()
         check(data)
@@ -284,7 +278,7 @@ def _text(given: Any) -> str | None:
         return None
     text = data.rstrip(b"\0 \n").decode("utf-8", "replace")
     check(".version" in text and ".target" in text, Result.CUDA_ERROR_INVALID_IMAGE)
-    return text
+    return _read(text)
 
 
 @dataclass(eq=False)

@@ -23,7 +23,8 @@ from streamalloc.simulator.pool import PoolTable
 from streamalloc.simulator.profiles import Link, MachineSpec, Profile
 from streamalloc.simulator.scheduler import Clock, Scheduler, Stream, merge
 
-_OF_A_CONTEXT = (allocations.DeviceMemory, allocations.HostMemory, allocations.ManagedMemory, allocations.OpenedMemory)
+_OF_HEAPS = (allocations.DeviceMemory, allocations.HostMemory)
+_OF_A_CONTEXT = (*_OF_HEAPS, allocations.ManagedMemory, allocations.OpenedMemory)
 """Kinds of memory that are released when their context ends."""
 
 
@@ -73,7 +74,6 @@ class Machine:
         child may be the first to initialise the driver, and then needs a file of its own.
         """
         banks.arenas.on_add = self.allocations.forget_registered
-        self.managed: allocations.Managed = allocations.Managed(banks, self.allocations)
         self.pools: PoolTable = PoolTable(self.labels, banks, self.scheduler)
         self.graphs: Graphs = Graphs(self.devices)
         _machines.add(self)
@@ -289,11 +289,11 @@ class Machine:
         """Release memory of cuMemAlloc, pinned or managed memory, or end a registration of host memory. Work that uses
         the memory is not waited for.
         """
-        if isinstance(allocation, allocations.ManagedMemory):
-            self.managed.free(allocation)
-            return
         self.allocations.remove(allocation)
-        if isinstance(allocation, (allocations.DeviceMemory, allocations.HostMemory)) and allocation.block is not None:
+        if isinstance(allocation, allocations.ManagedMemory):
+            # NumPy arrays over this memory then read a fixed byte (ReservedExtent.close).
+            self.banks.arenas.remove(allocation.reservation)
+        elif isinstance(allocation, _OF_HEAPS) and allocation.block is not None:
             assert allocation.context is not None
             device = allocation.context.device
             (device.pinned if allocation.on_host else device.heap).free(allocation.block)

@@ -5,6 +5,7 @@ The memory is: device memory, pinned and registered host memory, and managed mem
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,9 @@ from streamalloc.simulator import allocations, arguments
 from streamalloc.simulator.arguments import DevicePointer, HostPointer, Size, Stream, UnsignedInt
 from streamalloc.simulator.calls.base import EDGE_DATA, call
 from streamalloc.simulator.calls.virtual import MAPPED_ATTRIBUTES, VirtualMemoryCalls, right_of_current
-from streamalloc.simulator.constants import CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place, round_up
+from streamalloc.simulator.constants import BLOCK, CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place, round_up
 from streamalloc.simulator.errors import NotModelled, Result, check, need, need_a, not_modelled
-from streamalloc.simulator.memory import is_host_memory
+from streamalloc.simulator.memory import Physical, ReservedExtent, is_host_memory
 from streamalloc.simulator.scheduler import Operation, QueuedCall
 
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
@@ -276,7 +277,15 @@ class MemoryCalls(VirtualMemoryCalls):
         self._unsafe_during_capture()
         check(bytesize and flags in (_GLOBAL, _HOST))
         check(self.supports("MANAGED_MEMORY", context.device.ordinal), Result.CUDA_ERROR_NOT_SUPPORTED)
-        return cuda.CUdeviceptr(self.managed.allocate(bytesize, context))
+        whole, file = round_up(bytesize, BLOCK), self._managed_file
+        reservation = self.banks.arenas.add(ReservedExtent(whole, BLOCK, file.fd, file.extend(whole)))
+        reservation.readable, device = whole, context.device.ordinal
+        self.allocations.add(allocations.ManagedMemory(reservation.base, bytesize, device, context, reservation))
+        return cuda.CUdeviceptr(reservation.base)
+
+    @functools.cached_property
+    def _managed_file(self) -> Physical:
+        return self.banks.arenas.own(Physical("managed", 0))
 
     def cuStreamAttachMemAsync(self, hStream: Stream, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
         """Check the arguments, and queue an operation without work: on devices with concurrent managed access an
