@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -208,6 +209,7 @@ class TestRun:
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)
         monkeypatch.setattr(sys, "path", [*sys.path])
         monkeypatch.setattr(sys, "argv", ["streamalloc"])
+        monkeypatch.setattr(threading, "_shutdown", lambda: None)  # After it, executors refuse to work.
         yield
         run_command._for_good.close()
 
