@@ -25,6 +25,7 @@ import pickle
 import pickletools
 import re
 import zlib
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from typing import IO, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, c
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import LEGACY
 from streamalloc.driver import Call
+from streamalloc.formats.sizes import counted
 
 FORMAT = "streamalloc trace"
 VERSION = 1
@@ -145,8 +147,11 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first to the last event; 0 without events."""
-        return (self.events[-1].time - self.events[0].time) / 1e9 if self.events else 0.0
+        """Seconds from the earliest to the latest event; 0 without events. Recorded events of several threads may be
+        slightly out of order.
+        """
+        times = [event.time for event in self.events]
+        return (max(times) - min(times)) / 1e9 if times else 0.0
 
     def save(self, path: str | Path) -> None:
         """Write the trace to a file, compressed if the name ends in ``.gz``. Equal traces give equal files.
@@ -162,8 +167,8 @@ class Trace:
         path.write_bytes(gzip.compress(content, _LEVEL, mtime=0) if path.suffix == ".gz" else content)
 
     def __repr__(self) -> str:
-        peak = size_text(self.peak)
-        return f"<Trace of {len(self.events):,} events on {self.streams} streams, at most {peak} at once>"
+        events, streams = counted(len(self.events), "event"), counted(self.streams, "stream")
+        return f"<Trace of {events} on {streams}, at most {size_text(self.peak)} at once>"
 
 
 def _checked(events: Iterable[Event]) -> Iterator[Event]:
@@ -201,16 +206,23 @@ def read_trace(lines: Iterable[str], file: str = "") -> Trace:
     """
     lines = iter(lines)
     header = _header(next(lines, ""), file)
-    events: list[Event] = []
+    number = 1
+
+    def read() -> Iterator[Event]:
+        nonlocal number
+        for line in lines:
+            number += 1
+            if not line.isspace():  # Editors leave empty lines at the end.
+                yield _event(line)
+
     try:
-        for event in _checked(map(_event, lines)):
-            events.append(event)
+        events = tuple(_checked(read()))
     except TraceFormatError:
         raise
     except (ValueError, RecursionError) as error:
-        raise TraceFormatError(str(error), file, len(events) + 2) from None
+        raise TraceFormatError(str(error), file, number) from None
     trace = Trace.__new__(Trace)  # The constructor is not called, because it would check all events a second time.
-    vars(trace).update(events=tuple(events), **header)
+    vars(trace).update(events=events, **header)
     return trace
 
 
@@ -405,6 +417,8 @@ def _read_rmm(lines: Iterator[str], file: str) -> Trace:
     recording = _Recording()
     days = before = 0
     for number, line in enumerate(lines, 2):
+        if line.isspace():
+            continue
         try:
             fields = line.strip().split(",", 6)[:6]
             if len(fields) < 6:
@@ -472,8 +486,13 @@ def _of_snapshot(snapshot: Any, device: int | None, file: str) -> Trace:
     recorded = [number for number, one in enumerate(traces) if one]
     if device is None:
         if len(recorded) != 1:
-            has = f"devices {', '.join(map(str, recorded))} have one" if recorded else "no device has one"
-            raise ValueError(f"device=None: name the device whose history is wanted; {has}")
+            where = f"{file}: " if file else ""
+            if not recorded:
+                raise ValueError(f"{where}the snapshot has no history: start it with torch's _record_memory_history()")
+            numbers = ", ".join(map(str, recorded))
+            raise ValueError(
+                f"{where}devices {numbers} have a history: name one for traces.load, such as device={recorded[0]}"
+            )
         (device,) = recorded
     elif device not in recorded:
         raise ValueError(f"device={device}: the snapshot has no history of it (of {recorded or 'none'})")
@@ -594,6 +613,8 @@ def load(source: str | Path | Mapping[str, Any], device: int | None = None) -> T
         return _of_snapshot(source, device, "")
     name = str(source)
     with opened(source) as file:
+        if cast(Any, file).peek(len(BOM_UTF8))[: len(BOM_UTF8)] == BOM_UTF8:
+            file.read(len(BOM_UTF8))  # Some editors write it.
         head = cast(Any, file).peek(1)[:1]
         if head == b"{":
             return read_trace(text_lines(file, name), name)
