@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that ``arguments`` name (default: ``sys.argv[1:]``). Returns its exit code.
 
     * 0: success.
-    * 1: ``tour`` found a wrong result, or ``check`` found something other than a leak.
+    * 1: ``tour`` found a wrong result, ``check`` found something other than a leak, or ``replay`` replayed nothing.
     * 2: wrong arguments, no driver, or output that cannot be written.
     * 130: interrupted.
     * 141: the reader of a pipe has closed it.

@@ -29,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Replay the trace on each allocator and print the times and figures. Returns the exit code 0. On a simulated
-    driver the allocators of other libraries are left out, unless ``--on`` names them.
+    """Replay the trace on each allocator and print the times and figures. Returns the exit code: 0, or 1 if no
+    allocator could replay it. On a simulated driver the allocators of other libraries are left out, unless ``--on``
+    names them.
 
     Raises :class:`UsageError` for a file that is missing or is no trace, and if the file of ``--json`` cannot be
     written.
@@ -53,7 +54,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     _show(terminal, found)
     about = {"events": len(trace.events), "source": trace.source, "peak": trace.peak, "streams": trace.streams}
     terminal.write_json({"headline": chosen.headline, "trace": about, "rows": found})
-    return 0
+    return int(all("unavailable" in row for row in found))
 
 
 def _replayed(chosen: Chosen, trace: traces.Trace, name: str, asked: bool) -> dict[str, Any] | None:

@@ -471,7 +471,7 @@ def test_json_in_a_folder(machine: Any, capsys: pytest.CaptureFixture[str], smal
 
 @pytest.mark.simulated_only("other libraries run where there is a GPU")
 def test_other_library_without_a_gpu(machine: Any, run: Run, small: Path) -> None:
-    text = run("replay", str(small), "--on", "cupy")
+    text = run("replay", str(small), "--on", "cupy", code=1)
     assert "CuPy MemoryPool: not replayed (it needs a GPU)" in text
 
 
