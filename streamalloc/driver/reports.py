@@ -80,9 +80,11 @@ launched.
 _DEPTH = 8
 """Largest number of frames that a place has by default."""
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
-# Folders and files of drivers, their wrappers, and the replacements of an installed driver. No place shows frames of
-# these files, because such frames say nothing about the program.
-_DRIVERS = tuple(f"{_PACKAGE}{part}" for part in ("checker/", "driver/", "simulator/", "testing/installing.py"))
+# Folders and files of drivers, their wrappers, the replacements of an installed driver, and a decorator of methods. No
+# place shows frames of these files, because such frames say nothing about the program.
+_DRIVERS = tuple(
+    f"{_PACKAGE}{part}" for part in ("checker/", "driver/", "simulator/", "testing/installing.py", "vmm/claims.py")
+)
 _BETWEEN = 3
 """Largest number of frames of a user's driver between this package and the checker."""
 _LIBRARY = f"{Path(linecache.__file__).parent}/"
