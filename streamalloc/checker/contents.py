@@ -53,6 +53,10 @@ class ElementTypes:
         self.unseen: int = 0
         """Number of kernels without declared uses so far. Each may have written any memory that existed at its launch.
         """
+        self.compared: tuple[int, int] | None = None
+        """Address and size of the source of the latest copy, if its target was a NumPy array: :meth:`copied` has
+        compared the type. None otherwise.
+        """
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
         """Record a copy of ``nbytes`` bytes. ``what``: name of the copy in reports.
@@ -61,9 +65,11 @@ class ElementTypes:
         its type is compared with the recorded types of the source (:meth:`read`). Otherwise the target gets the
         recorded types of the source.
         """
+        self.compared = None
         if isinstance(source, np.ndarray):
             self.wrote(number_of(target), nbytes, source.dtype, self._place())
         elif isinstance(target, np.ndarray):
+            self.compared = number_of(source), nbytes
             self.read(number_of(source), nbytes, target.dtype, what)
         else:
             for piece, memory, start, end in self._places(number_of(source), nbytes):

@@ -414,7 +414,8 @@ class Recorder:
         """
         if write:
             self.state.types.wrote(address, nbytes, dtype, self.state.place())
-        elif not self.state.streams.foreign.may_write:
+        # The type of a copy's target is compared already if the driver got the array: a second time would count twice.
+        elif not self.state.streams.foreign.may_write and self.state.types.compared != (address, nbytes):
             self.state.types.read(address, nbytes, dtype, "a copy of a view")
 
     @_notification()

@@ -89,6 +89,25 @@ class TestModes:
             if not again:
                 bench.driver.hazards.clear()  # begins anew
 
+    @pytest.mark.parametrize("path", ["fast", "slow"])
+    def test_one_copy_of_another_type_is_found_once(self, bench: Bench, path: str) -> None:
+        memory, array = bench.new(bench.a, 64), np.zeros(16, np.int32)
+        memory.view_as(np.float32, (16,)).copy_from(np.ones(16, np.float32))
+        if path == "slow":  # of a subclass, the driver gets the address instead of the array
+            array = array.view(type("Array", (np.ndarray,), {}))
+        memory.view_as(np.int32, (16,)).copy_to(array)
+        bench.a.synchronize()
+        (found,) = bench.driver.hazards
+        assert (found.kind, found.count) == ("another type", 1)
+
+    def test_the_function_that_the_program_calls_is_named(self, bench: Bench) -> None:
+        with vmm.GrowableBuffer(bench.device, 8 << 20, 2 << 20, stream=bench.a) as buffer:
+            buffer.grow(2 << 20)
+            early = bench.b.record()
+            buffer.used(bench.b)
+            buffer.resize(0, after=early)
+            assert "unmap while in use: cuMemUnmap in resize() by host thread" in str(bench.driver.hazards[-1])
+
     def test_raises_for_each_address(self, machine: Any) -> None:
         driver = sd.checked(machine, on="raise")
         with Bench(driver) as bench:
