@@ -34,7 +34,8 @@ needs. On real hardware that does not fulfil them, the test is skipped. The argu
     than they were written (:func:`streamalloc.driver.checked`). The summary of the run says what was not checked.
 
 Errors of ``leaks`` and ``check`` come at the teardown of the test: pytest counts an error beside the test's own result,
-and the run fails.
+and the run fails. If a machine lasts for a class, a module or the session, they come at the teardown of its last test;
+any of its tests may be the cause.
 
 The mark of a test overrides the mark of its class, and the mark of the class overrides the mark of the module
 (``pytestmark``). A marked test uses a machine even without the fixture; a mark with only ``simulated_only`` needs no
@@ -68,12 +69,14 @@ The fixture ``streamalloc_installed`` is for code that calls ``cuda.bindings`` i
 during the test (:func:`streamalloc.testing.install`).
 
 CI without a GPU needs no setup. On a runner with GPUs use ``pytest --streamalloc-driver=cuda``. If pytest does not load
-plugins by itself (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``), use ``-p streamalloc.testing.plugin``.
+plugins by itself (``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1``), use ``-p streamalloc.testing.plugin``. The option
+``-p no:streamalloc.testing.plugin`` turns the plugin off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -151,6 +154,11 @@ def pytest_configure(config: pytest.Config) -> None:
     about = "what a test of GPU memory needs (streamalloc.testing.plugin)"
     config.addinivalue_line("markers", f"{_MARK}({arguments}): {about}")
     _choice(config)
+    for name in _FLAGS:
+        try:
+            _option(config, f"streamalloc_{name}")
+        except (ValueError, pytest.UsageError) as error:  # The type depends on pytest's version.
+            raise pytest.UsageError(f"streamalloc_{name}: {error}") from None
     if config.getoption("streamalloc_check_all"):
         _follow_all(config)
 
@@ -249,10 +257,23 @@ def _needs(node: pytest.Item | pytest.Collector) -> Needs:
             if not isinstance(value, kind) or (isinstance(value, int) and kind is int and value < 1):
                 wanted = "a number of at least 1" if name == "devices" else f"of type {kind.__name__}"
                 raise pytest.UsageError(f"{node.nodeid}: {_MARK}({name}={value!r}): must be {wanted}")
+            if isinstance(value, dict):
+                _check_settings(node, value)
             found.setdefault(name, value)
         if mark.args:
             raise pytest.UsageError(f"{node.nodeid}: {_MARK}({mark.args[0]!r}): takes arguments by name only")
     return Needs(**found)
+
+
+def _check_settings(node: pytest.Item | pytest.Collector, machine: dict[str, Any]) -> None:
+    """Raise ``pytest.UsageError`` for an unknown name in ``machine=`` of a mark."""
+    from streamalloc.driver import simulated
+
+    known = inspect.signature(simulated).parameters
+    for name in machine:
+        if name not in known:
+            what = f"{_MARK}(machine={{{name!r}: ...}})"
+            raise pytest.UsageError(f"{node.nodeid}: {what}: allowed are {', '.join(known)}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -385,6 +406,8 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
             machines.rest(driver)
         found = [text for report in reports for text in report(failed)]
         if found:
+            if request.scope != "function":
+                found.insert(0, f"in any test of the {request.scope} {request.node.nodeid}".rstrip() + ":")
             pytest.fail("\n".join(found), pytrace=False)
 
 

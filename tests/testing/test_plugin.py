@@ -190,6 +190,7 @@ class TestMistakes:
             ("devices=0", "streamalloc(devices=0): must be a number of at least 1"),
             ("fabric=1", "streamalloc(fabric=1): must be of type bool"),
             ("2", "streamalloc(2): takes arguments by name only"),
+            ("machine=dict(memry=1)", "streamalloc(machine={'memry': ...}): allowed are devices, memory, profile"),
         ],
     )
     def test_in_a_mark(self, run: Run, arguments: str, words: str) -> None:
@@ -211,6 +212,9 @@ class TestMistakes:
             result = run("", f"--streamalloc-driver={text}")
             assert result.ret == pytest.ExitCode.USAGE_ERROR
             assert f"streamalloc_driver='{text}'" in result.stderr.str()
+        result = run("def test_it(): pass", "-o", "streamalloc_leaks=yesplease")
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert "streamalloc_leaks: invalid truth value 'yesplease'" in result.stderr.str()
 
 
 class TestRealDriver:
@@ -381,6 +385,8 @@ class TestLeaks:
         result.assert_outcomes(passed=4, errors=2)
         for name in ("test_looked_at", "TestAll.test_last"):
             result.stdout.fnmatch_lines([f"*ERROR at teardown of {name}*"])
+        # An error of a lasting machine comes at the last test, which may be innocent.
+        result.stdout.fnmatch_lines(["in any test of the class test_of_marked_tests.py::TestAll:"])
         assert result.stdout.str().count("1 thing was made here and not released") == 2
 
     def test_of_tests_that_are_expected_to_fail(self, run: Run) -> None:
