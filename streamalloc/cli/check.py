@@ -3,8 +3,8 @@ stream reads it, a buffer that is written before its copy has ended, a missing w
 
 On a GPU the command follows the driver calls of all libraries (PyTorch, CuPy, Numba and others) through NVIDIA's CUPTI,
 also in the Python processes that the program starts. On the simulated driver it follows programs that call
-cuda.bindings, and lists leaks, too. The exit status is 1 if something other than a leak was found, and otherwise that
-of the program.
+cuda.bindings or use this package, and lists leaks, too. The exit status is 1 if something other than a leak was found,
+and otherwise that of the program.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 which is the end of the program or its exception; at the peak; and when the driver refused memory.
 
 On a GPU the command follows the calls of all libraries (PyTorch, CuPy, cuBLAS and others) through NVIDIA's CUPTI. On
-the simulated driver it follows programs that call cuda.bindings. The exit status is that of the program.
+the simulated driver it follows programs that call cuda.bindings or use this package. The exit status is that of the
+program.
 """
 
 from __future__ import annotations

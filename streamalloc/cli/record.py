@@ -2,7 +2,7 @@
 replay`: the blocks of PyTorch and CuPy, allocations from pools, and those of cuMemAlloc.
 
 On a GPU the command follows the calls of all libraries through NVIDIA's CUPTI. On the simulated driver it follows
-programs that call cuda.bindings. The exit status is that of the program.
+programs that call cuda.bindings or use this package. The exit status is that of the program.
 """
 
 from __future__ import annotations
