@@ -15,7 +15,7 @@ from typing import Any
 import streamalloc as sa
 from streamalloc import traces
 from streamalloc.cli.machine import Chosen
-from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument
+from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument, error_text
 from streamalloc.core.errors import size_text
 from streamalloc.formats.sizes import counted
 
@@ -39,10 +39,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     try:
         made = traces.WORKLOADS.get(options.trace)
         trace = made() if made else traces.load(options.trace)
-    except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(error) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(error_text(error)) from error
     _show_trace(chosen, terminal, Path(options.trace).name, trace)
     # Without a GPU, allocators of other libraries are left out, unless --on names them.
     names = options.on or [name for name, one in traces.ALLOCATORS.items() if not (one.other and chosen.is_simulated)]

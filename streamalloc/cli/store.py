@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.cli.machine import choose
-from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument
+from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument, error_text
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverNotFoundError
 from streamalloc.formats.sizes import counted
@@ -43,7 +43,7 @@ def run(terminal: Terminal, options: argparse.Namespace) -> int:
     try:
         terminal.write_json(_ACTIONS[options.action](terminal, options))
     except (StoreError, DriverNotFoundError, ValueError, OSError) as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(error_text(error)) from None
     return 0
 
 

@@ -48,6 +48,13 @@ def add_json_argument(parser: argparse.ArgumentParser, kind: Callable[[str], str
     parser.add_argument("--json", metavar="FILE", nargs="?", const="-", type=kind, help=about)
 
 
+def error_text(error: Exception) -> str:
+    """Return the text of an error for a message. That of an ``OSError`` about a file has the file, and no number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
     """Return a context manager for a block that writes the file ``path``, which an option names. It raises

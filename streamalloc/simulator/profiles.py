@@ -390,7 +390,7 @@ def load(name: str) -> Profile:
         raise ProfileError(f"profile must be one of {sorted(BUILT_IN)} or a .json file, got {name!r}")
     try:
         if not path.is_file():  # Without this check, opening a pipe would block.
-            raise ProfileError(f"profile={name!r}: there is no such file")
+            raise FileNotFoundError("there is no such file")
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # A path with a null byte raises ValueError.

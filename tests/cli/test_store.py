@@ -72,7 +72,7 @@ def test_load(run: Run, refused: Run, store: ipc.Store, tmp_path: Path) -> None:
         (["store", "show", "models"], "show needs NAME and KEY"),
         (["store", "load", "models", "x"], "load needs a FILE"),
         (["store", "show", "models", "x", "y"], "show takes no FILE"),
-        (["store", "load", "models", "x", "absent.safetensors"], "No such file"),
+        (["store", "load", "models", "x", "absent.safetensors"], "store: absent.safetensors: No such file"),
         (["store", "show", "models", "x"], "holds nothing under 'x'"),
         (["store", "remove", "models", "x"], "holds nothing under 'x'"),
         (["store", "list", "other"], "nobody serves a store 'other'"),

@@ -80,7 +80,7 @@ def test_settings(environment: Callable[[str], None], text: str, expected: dict[
         ("simulated:multicast_slots=-1", "must be at least 0, got multicast_slots=-1"),
         ("simulated:patience=nan", "must be at least 0, got .*patience=nan"),
         ("simulated:profile=b300", "profile must be one of"),
-        ("simulated:profile=/no/such.json", "there is no such file"),
+        ("simulated:profile=/no/such.json", "profile='/no/such.json' cannot be read: there is no such file"),
         ("cuda:0", "'cuda:0'"),
     ],
 )
