@@ -89,7 +89,10 @@ _BETWEEN = 3
 """Largest number of frames of a user's driver between this package and the checker."""
 _LIBRARY = f"{Path(linecache.__file__).parent}/"
 # A place ends at the first frame of a test runner, a notebook or multiprocessing.
-_RUNNERS = ("/_pytest/", "/pluggy/", "/IPython/", "/ipykernel/", f"{_LIBRARY}multiprocessing/")
+_RUNNERS = (
+    *("/_pytest/", "/pluggy/", "/pytest_asyncio/", "/IPython/", "/ipykernel/"),
+    *(f"{_LIBRARY}{name}" for name in ("multiprocessing/", "unittest/case.py", "unittest/async_case.py")),
+)
 # Files of Python whose frames only call functions of the program. In a report such frames would use up the limited
 # number of frames and name no line of the program.
 _CALLERS = (

@@ -389,6 +389,22 @@ class TestLeaks:
         result.stdout.fnmatch_lines(["in any test of the class test_of_marked_tests.py::TestAll:"])
         assert result.stdout.str().count("1 thing was made here and not released") == 2
 
+    def test_of_a_test_of_unittest(self, run: Run) -> None:
+        result = run(
+            """
+            import unittest
+            kept = []
+
+            @pytest.mark.usefixtures("streamalloc_machine")
+            class TestIt(unittest.TestCase):
+                def test_it(self):
+                    kept.append(sa.MemoryPool(sa.Device(0)))
+            """,
+            "--streamalloc-leaks",
+        )
+        result.assert_outcomes(passed=1, errors=1)
+        assert "in test_it" in result.stdout.str() and "unittest/case.py" not in result.stdout.str()
+
     def test_of_tests_that_are_expected_to_fail(self, run: Run) -> None:
         run(
             """
