@@ -298,7 +298,6 @@ class HostTier(BlockTier):
         """Pieces that no thread has begun to pin: tuples of the number of blocks, and reserved memory for these blocks
         or None.
         """
-        _all_tiers.add(self)
         self._making = 0
         """Number of blocks whose memory threads are pinning now."""
         self._workers = 0
@@ -307,6 +306,10 @@ class HostTier(BlockTier):
         """Error of a thread that pinned memory; None if there was none. After an error the other threads stop, too."""
         self._preparations: list[Future[int]] = []
         """Futures of :meth:`prepare` that are not done."""
+        _all_tiers.add(self)
+        # Functions that were registered last are called first. Those of the simulated driver let no more calls through.
+        atexit.unregister(_await_threads)
+        atexit.register(_await_threads)
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Backup]:
         """Reserve room for buffers of ``sizes`` bytes, and return a ``Backup`` for each. Threads begin to pin memory
@@ -528,12 +531,14 @@ def _make_pieces(tier: weakref.ref[HostTier]) -> None:
 _all_tiers: weakref.WeakSet[HostTier] = weakref.WeakSet()
 
 
-@atexit.register
 def _await_threads() -> None:
-    """Wait at exit until no thread pins memory: an exit that stops a thread in such a call could crash the process."""
+    """Wait at exit for the threads that pin memory: an exit that stops a thread in a driver call could crash the
+    process.
+    """
     for tier in members(_all_tiers):
-        while tier._making and tier.session.usable:  # A forked child has none of the threads.
+        while tier._workers > 0 and tier.session.usable:  # A forked child has none of the threads.
             time.sleep(_PAUSE)
+        tier._end_preparations()
 
 
 _tiers = PerDriver[weakref.WeakValueDictionary[int, HostTier]](lambda _: weakref.WeakValueDictionary())

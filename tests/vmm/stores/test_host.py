@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,6 +321,26 @@ class TestPrepare:
         monkeypatch.setattr(threading.Thread, "start", None)
         with vmm.HostTier(stream.device) as tier:
             assert tier.prepare(THREE, background=True).result(10) >= THREE
+
+    def test_the_process_ends_meanwhile(self, python: Callable[..., Any]) -> None:
+        """The exit waits for the piece that is being pinned, before the driver lets no more calls through."""
+        done = python("""
+import time, streamalloc as sa
+from streamalloc.vmm.stores import host
+tier = host.HostTier(sa.Device(0))
+obtain = tier._pinning.obtain
+
+def slow(*args):
+    time.sleep(0.3)
+    return obtain(*args)
+
+tier._pinning.obtain = slow
+future = tier.prepare(32 << 20, background=True)
+future.add_done_callback(lambda future: print(future.result() == 32 << 20, flush=True))
+while not tier._making:
+    time.sleep(1e-4)
+""")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
     def test_of_other_backups(self, device: sa.Device, host: sa.MemoryPool) -> None:
         with vmm.SleepGroup(device, backup=host) as group, pytest.raises(TypeError, match="backup must be a HostTier"):
