@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from time import time_ns
 from types import CodeType, ModuleType
@@ -300,18 +300,25 @@ class _Finder(MetaPathFinder):
             spec = importlib.util.find_spec(name)
         finally:
             self._busy.discard(name)
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            execute = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                # The module keeps its loader for ever, and the loader executes the module again at a reload.
-                del loader.exec_module
-                execute(module)
-                self._then[name](module)
-
-            loader.exec_module = exec_module
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Following(spec.loader, self._then[name])
         return spec
+
+
+class _Following(Loader):
+    def __init__(self, loader: Loader, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        # The module keeps its loader for ever. The original loader is put back, because other code may test its class.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._then(module)
 
 
 def live_blocks(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
