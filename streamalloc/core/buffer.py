@@ -615,7 +615,7 @@ class PoolBuffer(Buffer):
                 mode = GLOBAL
             elif handle is not None:
                 result = free(ptr, handle)[0]
-            elif stream.is_default and stream.usable:
+            elif stream.is_default:
                 # Perhaps only another context is current. If the driver refuses a change of contexts before the free,
                 # `handle` stays None; after the free, only the error is lost.
                 with contextlib.suppress(CudaError), stream._context():

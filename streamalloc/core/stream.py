@@ -832,6 +832,12 @@ class DefaultStream(Stream):
     def _context(self) -> contextlib.AbstractContextManager[None]:
         return self._session.current(self.device.ordinal)
 
+    def _takes_frees(self) -> bool:
+        """Whether a finaliser may free on the stream, although the stream is not ``usable``. It frees beside captures
+        by this package, in the relaxed mode: otherwise a library that drops its memory then would fill the device.
+        """
+        return not (self._capture or self._before_work)
+
 
 class LegacyStream(DefaultStream):
     """The legacy default stream, which synchronises with all blocking streams. It cannot be captured."""
@@ -842,7 +848,7 @@ class LegacyStream(DefaultStream):
 
     def ready(self, dropping: bool = False) -> Any | None:
         current = self._session.cuCtxGetCurrent  # A function in an attribute is called faster by a local name.
-        if current() != self._current or not self.usable:
+        if current() != self._current or not (self.usable or (dropping and self._takes_frees())):
             return None
         # A free on the legacy stream would invalidate captures of blocking streams. During such a capture
         # cuStreamIsCapturing returns an error for the legacy stream. A finaliser then leaves the free to a deferred
@@ -890,7 +896,9 @@ class PerThreadStream(DefaultStream):
 
     def ready(self, dropping: bool = False) -> Any | None:
         current, mine = self._session.cuCtxGetCurrent, self.thread == get_ident()
-        return self._raw if mine and current() == self._current and self.usable else None
+        if not mine or current() != self._current or not (self.usable or (dropping and self._takes_frees())):
+            return None
+        return self._raw
 
 
 class _ThreadStreams(ThreadLocal, streams=dict):

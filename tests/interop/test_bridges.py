@@ -175,6 +175,23 @@ class TestSources:
             with library.use(pool, callbacks=True), library.module.cuda.Device(1), pytest.raises(ValueError, match="1"):
                 library.make(N)
 
+    @pytest.mark.parametrize("mode", ["relaxed", "thread_local", "global"])
+    @pytest.mark.parametrize("handle", [0, 2], ids=["legacy", "per thread"])
+    def test_memory_that_is_dropped_during_a_capture_is_freed(
+        self, stream: sa.Stream, pool: sa.MemoryPool, by_handle: ByHandle, mode: Any, handle: int
+    ) -> None:
+        """By another thread, whose library would otherwise fill the device until the end of the capture."""
+        sources = Sources([pool])
+
+        def allocate_and_drop() -> None:
+            with stream.device.current():
+                for _ in range(3):
+                    sources.allocate(N, 0, handle)
+
+        with stream.capture(mode):
+            in_threads(allocate_and_drop)
+        assert by_handle.figure("USED_MEM_HIGH") == N
+
     def test_a_library_that_is_not_there(self, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
         # The submodules count, too: other tests may have imported them.
         for module, extra in (("cupy", r"bridges-cuda1\d"), ("numba", r"bridges-cuda1\d"), ("torch", "bridges-torch")):
