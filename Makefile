@@ -50,6 +50,7 @@ mutants: $(MUTANTS) ## Plant faults in the package and count those that the test
 
 lint: $(TEST) ## Check style, types and the workflows of CI only
 	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
 	$(BIN)/zizmor --offline --quiet .github
 
