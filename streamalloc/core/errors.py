@@ -336,6 +336,10 @@ _HINTS_OF_CALLS = {
     ),
     ("Multicast", "CUDA_ERROR_ILLEGAL_STATE"): _FABRIC_MANAGER,
     ("Mem", "CUDA_ERROR_ILLEGAL_STATE"): _FABRIC_MANAGER,
+    ("Mem", "CUDA_ERROR_OPERATING_SYSTEM"): (
+        "the usual cause is the process's limit of open files (`ulimit -n`): each pool and each chunk of memory that "
+        "can be shared takes a file descriptor"
+    ),
     ("Multicast", "CUDA_ERROR_INVALID_DEVICE"): (
         "the device is not in the team, or not joined by NVLink to the others of the team"
     ),
@@ -364,14 +368,14 @@ _HINTS = {
 
 def error_from(result: Any, call: str, hint: str = "", **figures: Any) -> CudaError:
     """Return the exception for ``result``, a ``CUresult`` other than success, which driver function ``call`` returned.
-    ``hint``: the usual cause and its remedy; if empty, a general text is used. ``figures``: attributes of
-    :class:`OutOfMemoryError`; empty for other errors.
+    ``hint``: the usual cause and its remedy, for results that have none of their own for this function; if empty, a
+    general text is used. ``figures``: attributes of :class:`OutOfMemoryError`; empty for other errors.
     """
     name = str(getattr(result, "name", result))
     subject = re.match("cu([A-Z][a-z]*)", call)
     called = subject[1] if subject else "", name
     kind = _KINDS_OF_CALLS.get(called) or _KINDS.get(name, CudaError)
-    return kind(name, int(result), call, hint or _HINTS_OF_CALLS.get(called) or _HINTS.get(name, ""), **figures)
+    return kind(name, int(result), call, _HINTS_OF_CALLS.get(called) or hint or _HINTS.get(name, ""), **figures)
 
 
 def refused(kind: type[E], call: str, why: str, **figures: Any) -> E:

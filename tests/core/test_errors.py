@@ -149,6 +149,28 @@ def test_says_the_way_out(pool: sa.MemoryPool, stream: sa.Stream, name: str) -> 
         act(pool, stream)
 
 
+@pytest.mark.parametrize(
+    ("call", "act"),
+    [
+        ("cuMemCreate", lambda device, buffer, pool: buffer.grow("2MiB")),
+        ("cuMemExportToShareableHandle", lambda device, buffer, pool: ipc.share(buffer)),
+        ("cuMemPoolExportToShareableHandle", lambda device, buffer, pool: ipc.share(pool)),
+    ],
+)
+def test_names_the_limit_of_open_files(faults: Any, call: str, act: Callable[[Any, Any, Any], object]) -> None:
+    """The driver answers so where the operating system gives it no file descriptor."""
+    device = sa.Device(0, driver=faults)
+    kind = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
+    with (
+        vmm.GrowableBuffer(device, 4 * MiB, 2 * MiB, handle_types=kind) as buffer,
+        sa.MemoryPool(device, handle_types=kind) as pool,
+    ):
+        faults.fail(call, result="CUDA_ERROR_OPERATING_SYSTEM")
+        with pytest.raises(sa.CudaError, match=r"ulimit -n.*file descriptor"):
+            act(device, buffer, pool)
+        act(device, buffer, pool)
+
+
 @pytest.mark.bindings("13.0")
 @pytest.mark.simulated_only("a machine without these")
 def test_what_a_refused_place_needs(tmp_path: Path) -> None:
