@@ -99,6 +99,9 @@ class Copyable(MemoryBase):
         """Copy all bytes to ``target``, which must have the same size (``cuMemcpyAsync``, ``cuMemcpyPeerAsync``). The
         host waits only if the target is pageable host memory.
 
+        The two must not overlap: a copy reads and writes its bytes in no defined order. The driver accepts such a copy,
+        and a checked driver reports it as a race. To move bytes within a buffer, copy them to other memory first.
+
         Parameters
         ----------
         target
@@ -408,8 +411,8 @@ def copy_batch(
 ) -> None:
     """Copy all bytes of each source to its target in one driver call (``cuMemcpyBatchAsync``).
 
-    The copies run after earlier work of the stream. Their order among each other is not defined, so no target may be
-    the source of another copy.
+    The copies run after earlier work of the stream. Their order among each other is not defined, so no target may
+    overlap a source or another target.
 
     Parameters
     ----------
