@@ -82,7 +82,9 @@ class Event(NamedTuple):
     thread: int
     """Number of the host thread that made the call."""
     time: int
-    """Nanoseconds since the first event of the recording."""
+    """Nanoseconds since the first event of the recording. Times may go back, because recorded calls of several
+    threads may be slightly out of order. A replay uses the order of the events, not their times.
+    """
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the earliest to the latest event; 0 without events. Recorded events of several threads may be
-        slightly out of order.
-        """
+        """Seconds from the earliest to the latest event; 0 without events."""
         times = [event.time for event in self.events]
         return (max(times) - min(times)) / 1e9 if times else 0.0
 
