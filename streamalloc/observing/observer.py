@@ -632,6 +632,7 @@ def observe(
     Not recorded are:
 
     * memory from before the start, except the mappings that the objects in ``what`` have at that time;
+    * allocations of 0 bytes;
     * memory that belongs to the graph of a capture;
     * memory that another library allocates through a pool's handle.
 

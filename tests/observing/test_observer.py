@@ -100,6 +100,10 @@ class TestLive:
             other.free(still_imported="ignore")
             assert observer.live == ()
 
+    def test_nothing_of_0_bytes(self, observer: sa.Observer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with sa.CachingAllocator(pool) as cache, pool.allocate(0, stream), cache.allocate(0, stream):
+            assert not observer.live and not observer.history
+
     def test_nothing_of_before_and_after(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         before = pool.allocate(8, stream)
         with sa.observe(pool) as observer:
