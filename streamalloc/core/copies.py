@@ -162,6 +162,10 @@ class CopySide:
         stream to wait for.
         """
 
+    def is_pageable(self, session: Session) -> bool:
+        """Whether the side is an array in pageable host memory, which is neither pinned nor of a pool."""
+        return isinstance(self.keep, np.ndarray) and above.residence_of(session, self.address) is None
+
     def ordered_before(self, stream: Stream) -> None:
         """Have ``stream`` wait before it uses this side's memory: for the exporter's writes to imported memory, or for
         the stream that another library's array names (``cuStreamWaitEvent``).
@@ -414,6 +418,9 @@ def copy_batch(
     The copies run after earlier work of the stream. Their order among each other is not defined, so no target may
     overlap a source or another target.
 
+    A copy to pageable host memory is a call of its own, without options (``cuMemcpyAsync``): it returns when the target
+    has been written.
+
     Parameters
     ----------
     stream
@@ -452,18 +459,31 @@ def copy_batch(
     refuse_legacy(ordered, _CALL)
     ordered.refuse_capture(_CALL, "copy_to makes a node of the graph")
     pairs = [_pair(number, session, *ends) for number, ends in enumerate(zip(dsts, srcs, strict=True))]
-    filled = [(pair, option) for pair, option in zip(pairs, wanted, strict=True) if pair[0].nbytes]
-    if not filled:
-        return
-    changes = groupby(range(len(filled)), lambda number: filled[number][1])
-    runs, attributes = zip(*((next(numbers), option._to_driver(session)) for option, numbers in changes), strict=True)
-    for (target, source), _ in filled:
-        for side in (target, source):
-            side.ordered_before(ordered)
-    targets, sources = ([pair[side].address for pair, _ in filled] for side in (0, 1))
-    sizes = [target.nbytes for (target, _), _ in filled]
-    hint = functools.partial(access_hint, [side for pair, _ in filled for side in pair], ordered)
-    queue_batch(ordered, targets, sources, sizes, attributes, runs, hint)
+    batch: list[tuple[tuple[CopySide, CopySide], CopyOptions]] = []
+    alone: list[tuple[CopySide, CopySide]] = []
+    for pair, option in zip(pairs, wanted, strict=True):
+        if pair[0].is_pageable(session):
+            # A batch returns before the driver has written such a target, and a program that drops the target then
+            # gets other memory overwritten. A copy of its own returns afterwards.
+            alone.append(pair)
+        elif pair[0].nbytes:
+            batch.append((pair, option))
+    if batch:
+        _queue_pairs(ordered, batch)
+    for target, source in alone:
+        copy_bytes(target, source, ordered)
+
+
+def _queue_pairs(stream: Stream, batch: Sequence[tuple[tuple[CopySide, CopySide], CopyOptions]]) -> None:
+    changes = groupby(range(len(batch)), lambda number: batch[number][1])
+    both = ((next(numbers), option._to_driver(stream._session)) for option, numbers in changes)
+    runs, attributes = zip(*both, strict=True)
+    sides = [side for pair, _ in batch for side in pair]
+    for side in sides:
+        side.ordered_before(stream)
+    targets, sources = ([side.address for side in sides[first::2]] for first in (0, 1))
+    sizes = [target.nbytes for (target, _), _ in batch]
+    queue_batch(stream, targets, sources, sizes, attributes, runs, functools.partial(access_hint, sides, stream))
 
 
 def _session_of(stream: StreamLike, ends: Sequence[Any]) -> Session:

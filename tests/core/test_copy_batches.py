@@ -1,5 +1,6 @@
 """Several copies in one driver call."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,25 @@ def test_others_memory_is_waited_for(stream: sa.Stream, buffers: list[sa.Buffer]
     assert not stream.query()
     gate.open()
     assert holds(target, 3)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_pageable_memory_is_written_when_the_call_returns(
+    stream: sa.Stream, buffers: list[sa.Buffer], gate: Any, alone: bool
+) -> None:
+    buffers[0].fill(3)
+    back = bytearray(64)
+    stream.synchronize()
+    gate.hold(stream)
+    timer = threading.Timer(0.05, gate.open)
+    timer.start()
+    if alone:
+        buffers[0].copy_to(back, options=ORDERS[2])
+    else:
+        copy_batch(stream, [buffers[0]] * 2, [back, buffers[1]])
+    assert set(back) == {3}
+    assert alone or holds(buffers[1], 3)
+    timer.join()
 
 
 def test_options_of_equal_neighbours_are_one(traced: Any, stream: sa.Stream, buffers: list[sa.Buffer]) -> None:

@@ -1,7 +1,7 @@
 """Fills, copies and batches of copies: what they check at the call, and when they read and write host memory."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -262,10 +262,12 @@ class Batch:
 
 
 @pytest.fixture
-def batch(rig: Rig) -> Batch:
+def batch(rig: Rig) -> Iterator[Batch]:
     if not hasattr(rig.raw, "cuMemGetDefaultMemPool"):
         pytest.skip("the bindings before CUDA 13 take other arguments")
-    return Batch(rig)
+    batch = Batch(rig)
+    yield batch
+    rig.settle()  # a batch may still write to the array
 
 
 def test_ends_of_a_batch(batch: Batch) -> None:
