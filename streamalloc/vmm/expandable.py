@@ -906,12 +906,18 @@ class ExpandableCache(CachingAllocator):
     def statistics(self) -> CacheStatistics:
         """Return the statistics of the cache's own memory, in bytes. Memory of the pool is not included. The driver is
         not queried, so the call also works on a closed cache.
+
+        ``reserved`` has the bytes of all chunks. ``cached`` has the bytes of chunks that no buffer uses: free blocks
+        and free ranges of all streams, also of closed ones. ``used`` has the bytes of all blocks, in use or free, but
+        not those of free ranges. ``misses`` counts the allocations for which there was no free block: their block was
+        cut from a free range, got new memory, or came from the pool.
         """
         state = self._state
         state.collect_dropped()
-        segment, cached = state.segment, state.cached
-        used, high = state.used, max(state.used_high, state.used)
-        figures = used, high, used - cached, cached, state.misses
+        segment, used = state.segment, state.used
+        in_use = used - state.cached
+        cached = max(segment.reserved - segment.leaving - in_use, 0)
+        figures = used, max(state.used_high, used), in_use, cached, state.misses
         return CacheStatistics(segment.reserved, segment.reserved_high, *figures)
 
     def reset_peaks(self) -> None:

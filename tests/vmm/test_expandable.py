@@ -124,6 +124,21 @@ class TestMemory:
             cache.reset_peaks()
             assert cache.statistics().used_high == 40 * MiB
 
+    def test_that_is_free_counts_as_cached(
+        self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream
+    ) -> None:
+        """Also memory of a stream that was closed, or that was merged, which is in no free list."""
+        with device.create_stream() as other:
+            filled(cache, [20], other)[0].free()
+        for buffer in filled(cache, [8] * 3, stream):
+            buffer.free()
+        with cache.allocate(16 * MiB, stream):
+            found = cache.statistics()
+            assert found.in_use == 16 * MiB and found.cached == found.reserved - 16 * MiB > 0
+        stream.synchronize()
+        assert cache.statistics().cached == cache.statistics().reserved == cache.trim()
+        assert cache.statistics()[4:6] == (0, 0)
+
     def test_classes_waste_a_64th(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         with cache.allocate(MiB + 1, stream):
             assert cache.statistics().used == MiB + MiB // 64
