@@ -31,38 +31,55 @@ class StoreEntry:
     """A key of a store, with its last commit, its writer and its readers.
 
     :meth:`Store.list` returns these objects.
+
+    Attributes
+    ----------
+    key
+        Name of the key in the store.
+    epoch
+        Number of the last commit; 0 if the key has none now.
+    nbytes
+        Bytes of device memory of all epochs of the key: the last commit, replaced epochs with readers, the epoch that
+        is being written, and the spare epoch.
+    writer
+        Id of the process that writes the next epoch; None while no process writes.
+    older
+        Replaced epochs that still have readers, oldest first, at most 20. Each is a tuple of its number, its bytes, and
+        the process ids of its readers, at most 1000.
+    readers
+        Process ids of the last commit's readers, ascending, at most 1000.
+    tensors
+        Number of tensors of the last commit.
+    device
+        UUID of the last commit's device, 32 hexadecimal digits; empty if the key has no commit.
+    address
+        Device address of the last commit's range in its writer's process; 0 if the key has no commit.
+    layout
+        SHA-256 of the last commit's layout, in hexadecimal digits; empty if the key has no commit.
+    awaited
+        Whether the contents of the last commit are not complete yet, because copies of the writer are still queued.
+    created
+        Unix time in seconds at which the write of the last commit began; 0 if the key has no commit.
+    used
+        Unix time in seconds at which a process last opened or closed the last commit; 0 if the key has no commit.
+    spare
+        Bytes of a replaced epoch that are kept for the next write with ``like="previous"``; a part of ``nbytes``.
     """
 
     key: str
     epoch: int
-    """Number of the last commit; 0 if the key has none now."""
     nbytes: int
-    """Bytes of device memory of all epochs of the key: the last commit, replaced epochs with readers, the epoch that is
-    being written, and the spare epoch.
-    """
     writer: int | None
-    """Id of the process that writes the next epoch; None while no process writes."""
     older: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """Replaced epochs that still have readers, oldest first, at most 20. Each is a tuple of its number, its bytes, and
-    the process ids of its readers, at most 1000.
-    """
     readers: tuple[int, ...] = ()
-    """Process ids of the last commit's readers, ascending, at most 1000."""
     tensors: int = 0
     device: str = ""
-    """UUID of the last commit's device, 32 hexadecimal digits; empty if the key has no commit."""
     address: int = 0
-    """Device address of the last commit's range in its writer's process; 0 if the key has no commit."""
     layout: str = ""
-    """SHA-256 of the last commit's layout, in hexadecimal digits; empty if the key has no commit."""
     awaited: bool = False
-    """Whether the contents of the last commit are not complete yet, because copies of the writer are still queued."""
     created: float = 0.0
-    """Unix time in seconds at which the write of the last commit began; 0 if the key has no commit."""
     used: float = 0.0
-    """Unix time in seconds at which a process last opened or closed the last commit; 0 if the key has no commit."""
     spare: int = 0
-    """Bytes of a replaced epoch that are kept for the next write with ``like="previous"``; a part of ``nbytes``."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +87,41 @@ class StoreStatistics:
     """Identity and limits of a store, and sums over all its keys.
 
     :meth:`Store.statistics` returns this object.
+
+    Attributes
+    ----------
+    pid
+        Process id of the server.
+    devices
+        UUIDs of the allowed devices, 32 hexadecimal digits each; None: all devices.
+    limit
+        Largest number of bytes that the store holds on each device; None: no limit.
+    evicted
+        Number of times that the server has removed a key to make room, since it was started.
+    keys
+        Number of keys.
+    nbytes
+        Bytes of device memory that the store holds or writers have reserved.
+    by_device
+        Bytes of device memory that the store holds or writers have reserved, by UUID of the device.
+    readers
+        Number of readers of all epochs, replaced ones included.
+    writers
+        Number of keys that are being written.
+    lost
+        Keys that were lost without a request, with the reason of each as text; at most 100 keys.
     """
 
     pid: int
-    """Process id of the server."""
     devices: tuple[str, ...] | None
-    """UUIDs of the allowed devices, 32 hexadecimal digits each; None: all devices."""
     limit: int | None
-    """Largest number of bytes that the store holds on each device; None: no limit."""
     evicted: int
-    """Number of times that the server has removed a key to make room, since it was started."""
     keys: int
     nbytes: int
-    """Bytes of device memory that the store holds or writers have reserved."""
     by_device: dict[str, int]
-    """Bytes of device memory that the store holds or writers have reserved, by UUID of the device."""
     readers: int
     writers: int
     lost: dict[str, str]
-    """Keys that were lost without a request, with the reason of each as text; at most 100 keys."""
 
 
 class Store(Closes):

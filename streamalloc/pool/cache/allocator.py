@@ -61,25 +61,34 @@ pool.
 class CacheStatistics(NamedTuple):
     """Memory of a cache and its pool in bytes, and the number of misses.
 
-    :meth:`CachingAllocator.statistics` returns it.
+    :meth:`CachingAllocator.statistics` returns it. :meth:`vmm.ExpandableCache.statistics` says what differs there.
+
+    Attributes
+    ----------
+    reserved
+        Bytes of device or host memory that the pool has reserved, in use or not.
+    reserved_high
+        Most bytes that the pool had reserved since :meth:`CachingAllocator.reset_peaks`.
+    used
+        Bytes allocated from the pool, in use or cached. Each block counts with the size of its size class.
+    used_high
+        Most bytes allocated from the pool since :meth:`CachingAllocator.reset_peaks`.
+    in_use
+        Bytes allocated from the pool and not cached.
+    cached
+        Bytes that were freed and that the cache can reuse.
+    misses
+        Allocations that got memory from the pool, since the cache was made: the cache had no free block, or does not
+        cache memory of the stream. Allocations in captures do not count.
     """
 
     reserved: int
-    """Bytes of device or host memory that the pool has reserved, in use or not."""
     reserved_high: int
-    """Most bytes that the pool had reserved since :meth:`CachingAllocator.reset_peaks`."""
     used: int
-    """Bytes allocated from the pool, in use or cached. Each block counts with the size of its size class."""
     used_high: int
-    """Most bytes allocated from the pool since :meth:`CachingAllocator.reset_peaks`."""
     in_use: int
-    """Bytes allocated from the pool and not cached."""
     cached: int
-    """Bytes that were freed and that the cache can reuse."""
     misses: int
-    """Allocations that got memory from the pool, since the cache was made: the cache had no free block, or does not
-    cache memory of the stream. Allocations in captures do not count.
-    """
 
 
 class CachingAllocator(Allocator, Closes, Shown):
@@ -191,7 +200,8 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
         """Allocate in stream order: from the cache if it has a free block, otherwise from the pool
-        (``cuMemAllocFromPoolAsync``).
+        (``cuMemAllocFromPoolAsync``). An :class:`~streamalloc.vmm.ExpandableCache` uses memory of its own instead of
+        the pool's (``cuMemCreate``, ``cuMemMap``).
 
         Parameters
         ----------
@@ -290,7 +300,8 @@ class CachingAllocator(Allocator, Closes, Shown):
     def close(self) -> None:
         """Return all cached memory to the pool (``cuMemFreeAsync``), and stop caching. Buffers in use stay valid, and
         their frees return the memory to the pool. While this package captures a stream, the cached memory returns after
-        the capture. Idempotent.
+        the capture. An :class:`~streamalloc.vmm.ExpandableCache` releases its own memory instead (``cuMemUnmap``,
+        ``cuMemRelease``), once the last buffer was freed and the work that was queued until then is done. Idempotent.
         """
         if self._state.closed:
             return
