@@ -17,7 +17,7 @@ from matplotlib.patches import Patch, Polygon, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from streamalloc.core.errors import size_text
-from streamalloc.core.properties import MemLocation
+from streamalloc.core.properties import MemLocation, checked_type
 from streamalloc.driver import Call
 from streamalloc.formats.html import color_of, place
 from streamalloc.observing import Allocation, Happening, Observer, Phase
@@ -200,7 +200,7 @@ def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
     Returns the figure: that of the axes ``ax``, or a new one. Raises :class:`ClosedError` for a closed pool.
     :meth:`MemoryPool.plot` draws the same. :doc:`/01-memory-pools` shows examples.
     """
-    now = of.statistics()
+    now = checked_type("of", of, MemoryPool).statistics()
     unit, scale = unit_of(now.reserved_high)
     with drawing(ax, height=1.7) as (made, axes):
         rows(axes, ["reserved", "used"])
@@ -224,7 +224,7 @@ def memory(of: Observer) -> Figure:
     the first entry of the history (``history=`` of :func:`streamalloc.observing.observe`). Five tags or pools, those
     with the highest peaks, have areas of their own; the area "other" has all the rest.
     """
-    happened, phases = of.history, [one for one in of.phases if one.ended is not None]
+    happened, phases = checked_type("of", of, Observer).history, [one for one in of.phases if one.ended is not None]
     starts = [one.time for one in happened] + [one.began for one in phases]
     zero = min(starts, default=0)
     end = max([one.time for one in happened] + [one.ended or 0 for one in phases], default=0) - zero
@@ -506,7 +506,7 @@ def address_range(
     ax
         Axes to draw into. Default: the axes of a new figure.
     """
-    addresses = of.range if isinstance(of, VirtualBuffer) else of
+    addresses = of.range if isinstance(of, VirtualBuffer) else checked_type("of", of, AddressRange)
     mappings = addresses.mappings
     if names is None:
         several = [one for one in dict.fromkeys(one.memory for one in mappings) if isinstance(one, PhysicalMemory)]

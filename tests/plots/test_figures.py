@@ -1,6 +1,7 @@
 """Pictures: no text lies on another, whatever the sizes, and what they show is what happened."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ import streamalloc.driver as sd
 from streamalloc import plots, vmm
 from streamalloc.formats.html import Drawn
 from streamalloc.plots import figures
-from tests.support import MiB
+from tests.support import MiB, each_raises
 
 GiB = 1 << 30
 
@@ -219,6 +220,8 @@ class TestLives:
 def test_what_cannot_be_drawn() -> None:
     with pytest.raises(TypeError, match="no picture of 3"):
         plots.draw(3)
+    drawn: list[Any] = [plots.pool, plots.memory, plots.address_range]
+    each_raises(TypeError, *(functools.partial(draw, 3) for draw in drawn), match=r"^of must be an? .*, not int")
 
 
 def test_without_matplotlib(python: Any) -> None:
