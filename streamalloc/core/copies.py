@@ -418,8 +418,8 @@ def copy_batch(
     The copies run after earlier work of the stream. Their order among each other is not defined, so no target may
     overlap a source or another target.
 
-    A copy to pageable host memory is a call of its own, without options (``cuMemcpyAsync``): it returns when the target
-    has been written.
+    Two kinds of copies are calls of their own, without options (``cuMemcpyAsync``): to pageable host memory, which is
+    written when the call returns, and from pageable host memory to other host memory, which is read then.
 
     Parameters
     ----------
@@ -462,11 +462,13 @@ def copy_batch(
     batch: list[tuple[tuple[CopySide, CopySide], CopyOptions]] = []
     alone: list[tuple[CopySide, CopySide]] = []
     for pair, option in zip(pairs, wanted, strict=True):
-        if pair[0].is_pageable(session):
-            # A batch returns before the driver has written such a target, and a program that drops the target then
-            # gets other memory overwritten. A copy of its own returns afterwards.
+        target, source = pair
+        if target.is_pageable(session) or (target.ordinal is None and source.is_pageable(session)):
+            # A batch returns before the driver has written such a target, or has read such a source for a target in
+            # host memory. A program that drops the array then would have other memory written or copied. A copy of its
+            # own returns afterwards.
             alone.append(pair)
-        elif pair[0].nbytes:
+        elif target.nbytes:
             batch.append((pair, option))
     if batch:
         _queue_pairs(ordered, batch)

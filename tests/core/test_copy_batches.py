@@ -78,6 +78,19 @@ def test_pageable_memory_is_written_when_the_call_returns(
     timer.join()
 
 
+def test_a_pageable_source_is_read_when_the_call_returns(device: sa.Device, stream: sa.Stream, gate: Any) -> None:
+    source = np.full(64, 3, np.uint8)
+    with sa.MemoryPool(sa.MemLocation.host(), driver=device.driver) as hosts, hosts.allocate(64, stream) as target:
+        stream.synchronize()
+        gate.hold(stream)
+        timer = threading.Timer(0.05, gate.open)
+        timer.start()
+        copy_batch(stream, [source], [target])
+        source[:] = 4
+        timer.join()
+        assert set(target.tobytes()) == {3}
+
+
 def test_options_of_equal_neighbours_are_one(traced: Any, stream: sa.Stream, buffers: list[sa.Buffer]) -> None:
     parts = [buffers[0][at : at + 8] for at in range(0, 64, 8)]
     copy_batch(stream, parts[:4], parts[4:], options=[ORDERS[0], ORDERS[0], ORDERS[2], ORDERS[0]])
