@@ -231,15 +231,18 @@ class Usage(SharedWords):
         """
         with open("/proc/net/unix", encoding="utf-8", errors="replace") as lines:
             names = re.findall(rf"@{self._prefix}(\d+:\d+:\w+)$", lines.read(), re.MULTILINE)
-        found = ((name, self._others.get(name) or self._open(name)) for name in names if name != self._name)
+        found = ((name, self._words_of(name)) for name in names if name != self._name)
         self._others = {name: words for name, words in found if words is not None}
         return sum(one.words[bank] for one in self._others.values())
 
-    def _open(self, name: str) -> SharedWords | None:
-        """Return the words of another machine object; None if its file cannot be opened. ``name``: last part of the
-        name of its socket.
+    def _words_of(self, name: str) -> SharedWords | None:
+        """Return the words of another machine object; None if its process has ended, or its file cannot be opened.
+        ``name``: last part of the name of its socket.
         """
         process, fd, _ = name.split(":")
+        if name in self._others:
+            # A forked child of a process that was killed still has the socket.
+            return self._others[name] if os.path.exists(f"/proc/{process}/fd/{fd}") else None
         own = reach(int(process), int(fd), lambda label: f"streamalloc:{label.kind}:{label.machine}:" == self._prefix)
         return None if own is None else SharedWords(Physical.adopt(own), _BANKS)
 

@@ -103,6 +103,26 @@ def test_memory_of_a_process_that_was_killed_is_free(rig: Rig, other: Other) -> 
     assert free(rig)[0] == before[0] - 64
 
 
+def _sleeping_child(there: Any) -> int:
+    child = fork()
+    if not child:
+        signal.alarm(20)
+        signal.pause()
+    return child
+
+
+def test_memory_of_a_killed_process_is_free_while_a_forked_child_lives(rig: Rig, other: Other, name: str) -> None:
+    before = free(rig)
+    peer = other()
+    child = peer.run(_sleeping_child)
+    try:
+        assert free(rig) == [before[0] - 64, before[1]]
+        peer.kill()
+        assert free(rig) == free(new_rig(name=name, **MACHINE)) == before
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 def test_device_is_full_when_others_have_filled_it(rig: Rig, other: Other) -> None:
     peer = other(nbytes=192 * MiB)
     assert said(rig.raw.cuMemAlloc(128 * MiB)) == "OUT_OF_MEMORY"
