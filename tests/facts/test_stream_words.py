@@ -183,7 +183,7 @@ class TestOfTheOwnDevice:
             assert rig.executed(waiting)
 
     def test_comparisons(self, rig: Rig, word: int) -> None:
-        stream = rig.stream()
+        stream, writer = rig.stream(), rig.stream()
         for comparison, operand, now, met in (
             (EQUAL, 5, 5, True),
             (AND, 4, 12, True),
@@ -195,7 +195,8 @@ class TestOfTheOwnDevice:
             assert write(rig, stream, word, now) == "SUCCESS"
             assert wait(rig, stream, word, operand, comparison) == "SUCCESS"
             assert rig.executed(stream) if met else rig.held(stream)
-            assert write(rig, rig.stream(), word, operand) == "SUCCESS"
+            assert write(rig, writer, word, operand) == "SUCCESS"
+            assert rig.executed(writer)  # or it would overwrite the next number
             assert rig.executed(stream)
 
     def test_64_bits(self, rig: Rig, word: int) -> None:
