@@ -301,7 +301,8 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
         side.ordered_before(stream)
     if stream._capture is not None:
         stream._capture.graph.kept += (target.keep, source.keep)
-    # The driver refuses copies of pool memory unless the stream's own context is current (programming guide 4.3.5.1).
+    # The driver refuses copies of pool memory unless the stream's own context is current (programming guide,
+    # "cudaMemcpyAsync Current Context/Device Sensitivity").
     here, owners = stream.device.ordinal, (target.ordinal, source.ordinal)
     if None not in owners and owners != (here, here):
         to, of = (session.context(ordinal) for ordinal in owners if ordinal is not None)
