@@ -297,8 +297,8 @@ _MOST_FREES = 64
 note.
 """
 _MOST_POSTS = 64
-"""Largest number of incomplete exports that are posted, and of uses of one range. Beyond it, the oldest is dropped,
-with a note.
+"""Largest number of exports with unfinished work on the board that other processes read; also that of the kept uses of
+one range. Beyond it, the oldest is dropped, with a note.
 """
 _MOST_ANNOUNCEMENTS = 256
 """Largest number of announcements of complete memory (:meth:`Interprocess.share`) that are kept. Beyond it, the oldest

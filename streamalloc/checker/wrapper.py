@@ -48,8 +48,8 @@ from streamalloc.driver.wrappers import Call, Function, Wrapper
 F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
 _MOST_DESTROYED = 4096
-"""Largest number of destroyed handles for which a report can name the place of the destruction. The driver also refuses
-calls with older handles.
+"""Largest number of destroyed handles for which a report can name the place of the destruction. A later use of an older
+handle is not reported, and a report of its second destruction lacks the place.
 """
 _PATIENCE = 1.0
 """Longest time in seconds to wait for queued work before leaks are reported."""
