@@ -28,8 +28,8 @@ memory themselves.
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _DRIVER = re.compile(r"/libcuda\.so")
 _BETWEEN = re.compile(r"/lib(cuda|cudart|cupti|ffi|c|gcc_s|stdc\+\+|pthread)[-.][^/]*$|/_ctypes\.|/cuda/bindings/")
-"""Files that may lie on the C stack between libcuda and the library that called it: runtime, CUPTI, ctypes,
-bindings.
+"""Pattern of files that may lie on the C stack between libcuda and the library that called it: CUDA's runtime, CUPTI,
+the C and C++ libraries, ctypes, the bindings.
 """
 # The program's own executable may be listed without a path, so the name alone must match.
 _PYTHON = re.compile(r"(^|/)(lib)?python[\d.]*[^/]*$")

@@ -254,8 +254,8 @@ class Check:
             yield
 
     def merge(self, upto: int | None = None) -> None:
-        """Judge the logged uses against the acts of the libraries' allocators, up to the time ``upto`` (ns; None: now).
-        While only one stream has work, nothing is judged.
+        """Report the hazards among the uses logged up to the time ``upto`` (``time.time_ns``; None: now), with the
+        allocations and frees of the libraries' allocators until then. No effect while only one stream has work.
         """
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
@@ -363,7 +363,7 @@ class Check:
             self._libraries.record_all()
 
     def _run(self, launches: list[DriverCall]) -> None:
-        """Follow consecutive launches that one thread made on one stream."""
+        """Record consecutive launches of one thread on one stream, each at its own time of the stream."""
 
         def runs(stream: TrackedStream) -> None:
             self._uses(stream)

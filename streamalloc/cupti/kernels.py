@@ -130,9 +130,10 @@ class _Lists(NamedTuple):
 
 
 def _lists(name: str, size: int) -> _Lists | None:
-    """Return the layout of the lists in the first argument of a PyTorch kernel. ``size``: bytes of the argument.
+    """Return the layout of the lists of tensor addresses in the first argument of a PyTorch kernel (multi-tensor
+    kernels). ``size``: bytes of the argument.
 
-    None if the kernel has no lists, or lists of an unknown form.
+    None if the kernel has no lists, or if their layout is not known.
     """
     found = _OF_LISTS.search(name)
     if found is None:

@@ -63,7 +63,9 @@ _DEEPEST = 8
 
 
 class DriverCall(NamedTuple):
-    """Driver call that has returned, made by any code of the process. The listener of :func:`subscribe` gets it."""
+    """Driver call that has returned, made by any code of the process: the argument of the listener of
+    :func:`subscribe`.
+    """
 
     function: str
     """Name of the function, as ``cuda.bindings.driver`` has it."""
@@ -212,7 +214,8 @@ class Subscription:
                 gate.left += 1
 
     def _launched(self, name: str, per_thread: bool, args: int, result: int, symbol: int, context: int) -> None:
-        # A training step launches hundreds of kernels, so this function is written for speed.
+        # A training step launches hundreds of kernels. So launches have this path beside `_called`, without calls that
+        # they do not need.
         if _code(memory, result)[0]:
             return
         if name == "cuLaunchKernelEx":
