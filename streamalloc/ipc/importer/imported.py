@@ -193,7 +193,7 @@ class ImportedPool(Foreign, Closes):
         Parameters
         ----------
         export_data
-            A ``CUmemPoolPtrExportData``, its 64 bytes, or a :class:`MemPoolPtrExportData`. The driver tells the size.
+            A ``CUmemPoolPtrExportData``, its 64 bytes, or a :class:`MemPoolPtrExportData`. The driver reports the size.
         stream
             The stream of operations that name no other, and of the close. Default: the device's default stream.
 
@@ -494,15 +494,15 @@ def open_memory_handle(
     """Open memory of ``cuMemAlloc`` of another process by the driver's handle alone (``cuIpcOpenMemHandle``).
 
     The owner neither announces the contents nor waits for this use: order your work as for :meth:`ImportedPool.open`.
-    The host waits for the stream at the close (``cuIpcCloseMemHandle``). On the simulated driver, opened memory
+    The close waits on the host for the stream (``cuIpcCloseMemHandle``). On the simulated driver, opened memory
     outlives the owner's process; this was not tried on a GPU.
 
     Parameters
     ----------
     handle
-        A ``CUipcMemHandle``, its 64 bytes, or an :class:`IpcMemHandle`. The driver tells the size.
+        A ``CUipcMemHandle``, its 64 bytes, or an :class:`IpcMemHandle`. The driver reports the size.
     stream
-        The stream of operations that name no other; its device is to use the memory. Default: the default stream of
+        Stream of operations that name no other. The memory is opened for its device. Default: the default stream of
         device 0.
     driver
         The driver to use if ``stream`` is no :class:`Stream`; default: :func:`streamalloc.driver.default`.
@@ -510,11 +510,11 @@ def open_memory_handle(
     Raises
     ------
     TypeError, ValueError
-        This is no such handle, or ``stream`` is not a stream.
+        ``handle`` is not such a handle, or ``stream`` is not a stream.
     CaptureError, ClosedError
         ``stream`` is being captured, or was closed.
     InvalidValueError, InvalidHandleError, InvalidContextError
-        The memory was freed, its process has ended, or it is of this process.
+        The memory was freed, its process has ended, or this process owns it.
     """
     session = session_of(stream) if isinstance(stream, Stream) else session_for(None, driver)
     device = Device(0, driver=session.driver) if stream is None else as_stream(stream, session).device
@@ -547,7 +547,7 @@ class ImportedArray(TypedView[Any], Closes):
 
 
 class ImportedRange(ForeignMemory, RemappableBuffer):
-    """Physical memory of another process, mapped at one address here, made by :func:`open`.
+    """Physical memory of another process, mapped at one address here: a result of :func:`open`.
 
     The driver keeps the memory while any process has a handle of it. A range shared by fabric handles with a hold also
     has a lease: the owner keeps the memory until the range is closed here.

@@ -167,12 +167,12 @@ class RingConsumer(RingEnd):
         return sum(item._held for item in self._items)
 
     def fileno(self) -> int:
-        """The file descriptor of the connection. It is readable when :meth:`next` would return or raise without
+        """Return the file descriptor of the connection. It is readable when :meth:`next` would return or raise without
         waiting.
 
         So ``select.select(consumers, [], [])``, or ``loop.add_reader`` of :mod:`asyncio`, waits for several rings.
-        There is one exception: :meth:`next` has received an item and raised because the driver refused the stream's
-        wait. Then the next call returns that item, although the descriptor may not be readable.
+        There is one exception: if the driver refused the stream's wait for an item, :meth:`next` has raised. The next
+        call returns this item, although the descriptor may not be readable.
 
         Raises
         ------

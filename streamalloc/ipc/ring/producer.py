@@ -392,9 +392,8 @@ _LIVENESS_SECONDS = 0.05
 
 
 class RingStatistics(NamedTuple):
-    """Counters of a producer since it was made, and numbers of its slots and consumers now.
-
-    :meth:`RingProducer.statistics` returns this tuple.
+    """Counters of a producer since its creation, and the present numbers of its slots and consumers: the result of
+    :meth:`RingProducer.statistics`.
     """
 
     handed_off: int
@@ -457,8 +456,8 @@ class RingProducer(RingEnd):
         Parameters
         ----------
         channel
-            A connection to the consumer. The ring owns the channel from now on, and closes it when the consumer ends.
-            It also closes the channel if this call fails, unless the ring was closed before or ``timeout`` is refused.
+            A connection to the consumer. The ring owns it, and closes it when the consumer ends or if this call fails.
+            The caller keeps it after TypeError or ValueError, and if the ring was closed before the call.
         timeout
             Seconds until ``TimeoutError``; None: no limit.
 

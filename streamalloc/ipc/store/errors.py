@@ -6,14 +6,14 @@ from __future__ import annotations
 class StoreError(RuntimeError):
     """A store refused a request. Base of the other errors of a store.
 
-    The methods of :class:`Store` raise it.
+    The methods of :class:`Store` raise this error.
     """
 
 
 class StoreKeyError(StoreError, KeyError):
     """The store has no commit under this key, or already has a commit that must not be replaced.
 
-    :meth:`Store.open`, :meth:`Store.write` and :meth:`Store.remove` raise it.
+    :meth:`Store.open`, :meth:`Store.write` and :meth:`Store.remove` raise this error.
     """
 
     def __str__(self) -> str:
@@ -23,29 +23,30 @@ class StoreKeyError(StoreError, KeyError):
 class StoreBusyError(StoreError):
     """Another process is writing this key, or serves a store of this name.
 
-    :meth:`Store.write` and :meth:`Store.serve` raise it.
+    :meth:`Store.write` and :meth:`Store.serve` raise this error.
     """
 
 
 class StoreFullError(StoreError, MemoryError):
     """The memory would exceed the limit of the store, or its server has no file descriptor left.
 
-    :meth:`WeightsWriter.allocate` and :meth:`WeightsWriter.commit` raise it; without a descriptor, so do all calls that
-    connect to the server.
+    :meth:`WeightsWriter.allocate` and :meth:`WeightsWriter.commit` raise this error. If the server has no free file
+    descriptor, all calls that connect to it do so.
     """
 
 
 class StoreGoneError(StoreError, ConnectionError):
     """No server of the store runs, or the server has ended or closed the connection.
 
-    The methods of :class:`Store` raise it.
+    The methods of :class:`Store` raise this error.
     """
 
 
 class LayoutChangedError(StoreError, ValueError):
-    """The tensors under a key differ from those that the caller expects.
+    """The last commit of a key has another layout than the caller expects, or, in :meth:`Weights.attach`, chunks of
+    other sizes.
 
-    :meth:`Store.open` and :meth:`Weights.attach` raise it.
+    :meth:`Store.open` and :meth:`Weights.attach` raise this error.
     """
 
 

@@ -117,10 +117,7 @@ def numpy_type(name: str) -> np.dtype[Any]:
 
 
 class TensorLayout(Mapping[str, Tensor]):
-    """The tensors of one epoch by name.
-
-    :attr:`Weights.layout` has this class, and :meth:`Store.open` takes it.
-    """
+    """The tensors of one epoch by name: the value of :attr:`Weights.layout`, and an argument of :meth:`Store.open`."""
 
     def __init__(self, data: bytes = b"{}") -> None:
         """Make a layout from ``data``, JSON that is parsed at the first use of a tensor. Without an argument the layout

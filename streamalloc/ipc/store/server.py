@@ -500,8 +500,8 @@ def _described(epoch: Epoch) -> str:
 
 
 def _adopted(kept: Kept) -> Epoch:
-    """Return the epoch that :func:`_described` has written as text. Raises ``ProtocolError`` if the text describes no
-    epoch.
+    """Return the epoch that :func:`_described` has written as text; it owns the descriptors of ``kept``. Raises
+    ``ProtocolError`` if the text describes no epoch.
     """
     try:
         about = json.loads(kept.text)

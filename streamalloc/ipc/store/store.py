@@ -263,7 +263,7 @@ class Store(Closes):
         stream: StreamLike | None = None,
         layout: TensorLayout | str | None = None,
     ) -> Weights:
-        """Map the last commit of a key for reading, at the writer's addresses if these are free.
+        """Map the last commit of a key for reading (``cuMemMap``), at the writer's addresses if these are free.
 
         Parameters
         ----------
@@ -272,8 +272,8 @@ class Store(Closes):
         device
             The device that gets access, or its ordinal; default: the device that owns the memory.
         at
-            A device address at which the range must be; True requires the writer's address. Default, or False: the
-            writer's address if it is free, otherwise any.
+            Device address at which the weights must be; True: the writer's address. Default, or False: the writer's
+            address if it is free, otherwise any.
         stream
             The stream that waits for pending copies of the writer. Operations that name no stream run on it too.
             Default: the device's default stream; then every other stream also waits before it uses the memory.

@@ -285,8 +285,8 @@ class Weights(Tensors, Closes):
 
     @property
     def server_alive(self) -> bool:
-        """Whether the store's server is alive; False once the weights were closed. After the server's end the memory
-        stays until the last process closes it.
+        """Whether the server that gave these weights still runs; False after the close, in a forked child, and if a
+        next server has taken over. The memory stays until the last process closes it.
         """
         return self._epoch.connection.alive
 
@@ -348,7 +348,8 @@ class Weights(Tensors, Closes):
         Raises
         ------
         LayoutChangedError
-            The last commit has another layout; the message lists the changes. Nothing was done.
+            With ``latest``: the last commit has another layout or chunks of other sizes. The message lists the changes
+            of the layout. Nothing was done.
         StoreKeyError, StoreGoneError
             With ``latest``: the store holds nothing under the key, or its server has ended.
         ClosedError

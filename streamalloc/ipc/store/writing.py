@@ -144,7 +144,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def allocate(self, name: str, shape: int | Sequence[int], dtype: object) -> TypedView[Any]:
         """Allocate memory for a tensor (``cuMemCreate``, ``cuMemMap``), at an address that readers can usually use too.
 
-        For many tensors, :meth:`allocate_all` takes a fraction of the time.
+        For many tensors, :meth:`allocate_all` makes at most one ``cuMemCreate`` for all of them.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         OutOfMemoryError
             The device has not enough memory.
         TypeError, ValueError
-            An argument is not allowed, or the epoch would have more than 2048 chunks.
+            ``name``, ``shape`` or ``dtype`` is not allowed, or the epoch would have more than 2048 chunks.
         StoreGoneError
             The server has ended.
         ClosedError, CudaError
@@ -507,8 +507,8 @@ class _Ending(Deferred):
         return self._writer is None
 
     def forget(self) -> None:
-        """The context is lost, so the contents will never be complete. End the connection, from which the server learns
-        this.
+        """End the connection after the loss of the context. The contents will never be complete; the closed connection
+        shows this to the server.
         """
         writer, self._writer = self._writer, None
         _endings.discard(self)

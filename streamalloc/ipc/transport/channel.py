@@ -41,7 +41,7 @@ from streamalloc.core.properties import checked_seconds
 from streamalloc.core.resource import Closes, close_all
 
 Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
-"""Address of a :class:`Listener`: a path, or an abstract name that begins with ``@`` or a zero byte."""
+"""Address of a :class:`Listener` (Unix socket): a path, or an abstract name, which begins with ``@`` or a zero byte."""
 
 
 class Peer(NamedTuple):
@@ -143,22 +143,19 @@ MAX_FILE = 32 << 20
 class ProtocolError(ValueError):
     """A packet is not a message of this library: it is truncated or damaged, or another version or program sent it.
 
-    :meth:`Channel.receive` and the methods of ring ends (:class:`Ring`) raise it.
+    :meth:`Channel.receive` and the methods of ring ends (:class:`Ring`) raise this error.
     """
 
 
 class PeerGoneError(ConnectionError):
     """The process at the other end has ended, or has closed its end.
 
-    The methods of :class:`Channel` and :class:`Ring` raise it.
+    The methods of :class:`Channel` and :class:`Ring` raise this error.
     """
 
 
 class Message(NamedTuple):
-    """A received message: bytes and file descriptors.
-
-    :meth:`Channel.receive` returns it.
-    """
+    """Bytes and file descriptors: the result of :meth:`Channel.receive`."""
 
     data: bytes
     """The bytes that were sent."""

@@ -89,7 +89,7 @@ class TimeLimit(NamedTuple):
 class GroupError(Exception):
     """A call of a group has failed.
 
-    The methods of a :class:`Communicator` raise it.
+    The methods of a :class:`Communicator` raise this error.
 
     Attributes
     ----------
@@ -555,9 +555,8 @@ def _host() -> str:
 
 
 class AllgatherCommunicator(_Group):
-    """A communicator over any object with a rank, a size, and a blocking all-gather of bytes.
-
-    :func:`as_communicator` makes it.
+    """A communicator over any object with a rank, a size, and a blocking all-gather of bytes: a result of
+    :func:`as_communicator`.
 
     Parameters
     ----------
@@ -596,13 +595,13 @@ class SelfCommunicator(_Group):
 
 
 class ProcessCommunicator(_Group):
-    """A group of processes on one machine. :meth:`create` makes one communicator for each process.
+    """Communicator of one of several processes on one machine. :meth:`create` makes one for each process.
 
     ``notebooks/examples/symmetric_multiprocessing.py`` is a program with
     :class:`~streamalloc.multicast.SymmetricMemory`.
 
-    Pass each communicator to its process as an argument of ``multiprocessing.Process``, before its first call. The
-    processes connect at the first call.
+    Pass each communicator to its process as an argument of ``multiprocessing.Process``, before its first call. At the
+    first call the processes connect; it raises GroupTimeoutError if a process has not come in time.
     """
 
     def __init__(self, rank: int, size: int, token: str, timeout: float | None) -> None:
