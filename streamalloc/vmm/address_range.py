@@ -123,8 +123,8 @@ class AddressRange(OwnsNode, Drawn):
 
     @property
     def honoured(self) -> bool | None:
-        """Whether the range begins at the preferred address; None if no address was given. Raises ClosedError if an
-        address was given and the range was closed.
+        """Whether the range begins at the address that the caller asked for; None if it asked for none. Raises
+        ClosedError after the close, except for None.
         """
         return self.address == self._asked if self._asked else None
 
@@ -415,11 +415,11 @@ def drawn(range: AddressRange) -> Html:
 
 
 class RangeView(Memory):
-    """Bytes of an address range in one or several adjacent mappings. :meth:`AddressRange.view` returns it.
+    """Bytes of an address range in one or several adjacent mappings: the result of :meth:`AddressRange.view`.
 
     The view is valid while the bytes are mapped. Afterwards its fills, copies and exports raise :class:`ClosedError`.
-    With ``holes=True``, exports do not check whether bytes are mapped, and fills and copies raise ValueError if some
-    are not. Operations for which the caller names no stream use :attr:`stream`.
+    With ``holes=True``, exports do not check whether bytes are mapped, and fills and copies of unmapped bytes raise
+    ValueError. Operations for which the caller names no stream use :attr:`stream`.
     """
 
     __slots__ = ("__weakref__", "_holes", "_stop", "offset", "range")
@@ -573,8 +573,8 @@ class Mapping(RangeView, Closes):
 
     @property
     def rights(self) -> Rights:
-        """Permissions by location, as this package has set them, also after the memory was unmapped. The driver is not
-        queried.
+        """Dictionary of permissions by location, as this package has set them, also after the unmap. Locations without
+        access are absent. The driver is not queried.
         """
         return {where: flags for where, flags in self._mapped.rights.items() if flags}
 

@@ -149,7 +149,7 @@ class Evictable(OwnsRange, Claimable):
         if allowed == MemAccess.READWRITE:
             backup.move(move, target)
             return
-        # The device that copies needs write access during the copy.
+        # Without write access of the device that copies, the driver refuses the copy.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
         with backup.stored.moving(stream, out=False) as alone:
             backup.move(alone, target)

@@ -304,9 +304,8 @@ class _Segment:
                 chunk.release_handle()
 
     def is_left(self, start: int, stop: int) -> bool:
-        """Return whether memory that is not in :attr:`chunks` is still mapped between two offsets: old mappings of
-        moved and released chunks, and chunks lost by an exception of a signal handler. The driver refuses to map other
-        memory there.
+        """Return whether memory that is not in :attr:`chunks` is mapped between two offsets: chunks that were moved or
+        released but not unmapped yet, or that an exception of a signal handler has left. ``cuMemMap`` would fail there.
         """
         return len(self.range._node.touching(start, stop)) > len(overlapping(self.chunks, start, stop))
 

@@ -205,7 +205,7 @@ class GrowableBuffer(VirtualBuffer):
 
 
 class StripedBuffer(VirtualBuffer):
-    """One buffer with adjacent memory of several devices. :func:`stripe` returns it."""
+    """One buffer with adjacent memory of several devices: the result of :func:`stripe`."""
 
     devices: tuple[Device, ...]
     """Devices of the memory, in the order of addresses."""

@@ -175,8 +175,9 @@ class Members(Closes, Claimable):
 
     @property
     def backup(self) -> Any:
-        """Pool or tier for the bytes of sleeping and frozen buffers. By default it is a tier in host memory of the
-        device's NUMA node, made at its first use. Raises ClosedError if the group was closed.
+        """Host :class:`MemoryPool`, :class:`HostTier` or :class:`DiskTier` for the bytes of sleeping and frozen
+        buffers. Default: a tier in host memory of the device's NUMA node, made at its first use. Raises ClosedError if
+        the group was closed.
         """
         self._check_open()
         if self._backup is not None:
@@ -382,7 +383,7 @@ def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int,
 
 
 class Tagged:
-    """Allocator of buffers of a :class:`SleepGroup` with one tag. :meth:`SleepGroup.tagged` returns it."""
+    """Allocator of buffers of a :class:`SleepGroup` with one tag: the result of :meth:`SleepGroup.tagged`."""
 
     def __init__(self, group: Members, tag: str) -> None:
         self.group: Members = group

@@ -69,8 +69,9 @@ class Residents(Shown):
 
     @property
     def others(self) -> int:
-        """Bytes without a known owner: contexts with their kernels and local memory, libraries that were not measured,
-        :class:`PhysicalMemory` without a mapping, imported memory, and other processes.
+        """Bytes of no known owner, ``total - free`` less the known bytes: contexts with their kernels and local memory,
+        libraries that were not measured, :class:`PhysicalMemory` without a mapping, imported memory, and other
+        processes.
         """
         return self.total - self.free - sum(bytes for _, bytes in self._known())
 

@@ -459,9 +459,10 @@ class SleepGroup(Members):
         """Back up all buffers, or the buffers with these tags, and make them read-only until :meth:`thaw`.
 
         The backup stays valid while the buffers are awake, so that the next :meth:`sleep` copies nothing. The host
-        waits until the bytes are stored. The device refuses writes (``cuMemSetAccess``): fills and copies to a frozen
-        buffer raise :class:`CudaError`. A kernel that writes to it fails with ``CUDA_ERROR_ILLEGAL_ADDRESS``, and the
-        context is then lost. Frozen buffers use memory of :attr:`backup` also while they are awake.
+        waits until the bytes are stored. The frozen buffers are read-only for the device (``cuMemSetAccess``). A fill
+        or a copy to one raises :class:`CudaError`. A kernel that writes to one fails with
+        ``CUDA_ERROR_ILLEGAL_ADDRESS``, and the process loses the context. Frozen buffers use memory of :attr:`backup`
+        also while they are awake.
 
         Buffers that are frozen already are skipped. A sleeping buffer is frozen without a copy: it keeps its backup
         when it wakes. Buffers that get the tag later are not frozen. If the group is dropped without :meth:`close`, its

@@ -51,10 +51,7 @@ level.
 
 
 class MipTail(NamedTuple):
-    """The mip tail: the smallest mipmap levels, which share memory.
-
-    :attr:`SparseArray.mip_tail` has it.
-    """
+    """The smallest mipmap levels, which share memory: the value of :attr:`SparseArray.mip_tail`."""
 
     first_level: int
     """Number of the first level in the mip tail."""
@@ -106,7 +103,7 @@ class TilePool(Closes):
 
     @property
     def free_tiles(self) -> int:
-        """Number of tiles that no array uses. Queued work may still use tiles that were unmapped."""
+        """Number of tiles of 64 KiB that no array uses. Queued work may still use tiles that were unmapped."""
         return len(self._free)
 
     @property

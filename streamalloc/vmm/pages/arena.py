@@ -289,8 +289,8 @@ class PageTable(Closes):
         return self._buffer.freed
 
     def update(self) -> int:
-        """Queue a copy of the entries that have changed since the last update (``cuMemcpyHtoDAsync``). Returns the
-        number of changed entries.
+        """Queue one copy of the entries from the first to the last that has changed since the last update
+        (``cuMemcpyHtoDAsync``). Returns the number of changed entries; if it is 0, no copy was queued.
 
         Raises
         ------

@@ -135,9 +135,9 @@ class SpaceMemory(OwnsRange):
         return np.array(sorted(mine), np.int64)
 
     def shared(self, pages: Pages) -> npt.NDArray[np.bool_]:
-        """Return an array of bool with one element for each of ``pages``: whether another page shares the page's
-        memory. A page without memory has False. Raises TypeError or ValueError for something that is no index of a
-        page, and ClosedError if the space was closed.
+        """Return an array of bool, one element for each of ``pages``: True if another page shares the page's memory,
+        False for a page without memory. Raises TypeError or ValueError for an index that is no page, and ClosedError if
+        the space was closed.
         """
         self._check_open()
         chosen = self._chosen(pages)
@@ -398,7 +398,7 @@ class SwapSpace(SpaceMemory):
         """Commit swapped-out pages, and copy their contents back. Returns the number of pages moved.
 
         The copies are stream-ordered: use the pages on ``stream`` or after its work. The host waits for reads from
-        disk. The tier may be closed.
+        disk. The tier may be closed. After an error all pages stay swapped out.
 
         Parameters
         ----------
@@ -412,12 +412,11 @@ class SwapSpace(SpaceMemory):
         Raises
         ------
         DamagedBackupError
-            A checksum of the tier shows that contents were changed; ``block`` is the index of the page. All pages stay
-            swapped out. The other pages can be swapped in without this page.
+            A checksum of the tier differs. ``block`` is the index of the damaged page: swap in the others without it.
         OutOfMemoryError, InUseError, ClosedError, CudaError, TypeError, ValueError
-            As for :meth:`commit`. Or ``stream`` is not an open stream of this driver. All pages stay swapped out.
+            As for :meth:`commit`. Or ``stream`` is not an open stream of this driver.
         OSError
-            A file cannot be read. All pages stay swapped out.
+            A file cannot be read.
         CaptureError
             ``stream``, or a stream of ``after``, is being captured.
         """
@@ -510,7 +509,7 @@ class SwapSpace(SpaceMemory):
 
 
 class PageSpace(SwapSpace):
-    """A range of addresses with memory at the pages that are committed. :meth:`PageArena.space` returns it.
+    """A range of addresses with memory at the pages that are committed: the result of :meth:`PageArena.space`.
 
     All addresses can be read: uncommitted pages map the arena's page of zeros, which devices cannot write. So one
     tensor can cover the whole space, at a constant address. ::

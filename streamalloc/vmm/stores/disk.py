@@ -374,8 +374,8 @@ class DiskTier(BlockTier):
         return self._held(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
 
     def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Backup]:
-        """Open the complete file that an earlier :meth:`hold` made with ``name``, for buffers of the same ``sizes`` in
-        bytes. Returns a ``Backup`` with the bytes of each buffer.
+        """Open the file that :meth:`hold` made with ``name``, also in another process, for buffers of the same
+        ``sizes`` in bytes. Returns a ``Backup`` with the bytes of each buffer. ``stream``: only its driver is checked.
 
         Raises
         ------

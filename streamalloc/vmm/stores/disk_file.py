@@ -76,7 +76,7 @@ class FileBlock(NamedTuple):
     offset: int
     """Offset of the block's bytes in the buffer, in bytes."""
     nbytes: int
-    """Size in bytes."""
+    """Size of the block in bytes; the last block of a buffer may be smaller."""
 
 
 _LARGE = 64 << 20
