@@ -56,9 +56,8 @@ deadline.
 
 
 class Tables(NamedTuple):
-    """Device addresses of two ``uint64`` arrays in a rank's memory, for kernels. Each array is indexed by rank.
-
-    :meth:`SymmetricMemory.tables` returns it.
+    """Device addresses of two ``uint64`` arrays in a rank's memory, for kernels: the result of
+    :meth:`SymmetricMemory.tables`. The rank is the index in each array.
     """
 
     buffers: int

@@ -45,9 +45,8 @@ from streamalloc.vmm.internal import Access, After, GenericAllocation, LoneMappi
 
 @dataclass(frozen=True, slots=True)
 class MulticastObjectProp:
-    """Properties of a multicast object (``CUmulticastObjectProp``).
-
-    :attr:`multicast.MulticastObject.properties` returns it.
+    """Properties of a multicast object (``CUmulticastObjectProp``): the value of
+    :attr:`multicast.MulticastObject.properties`.
 
     Attributes
     ----------
@@ -342,7 +341,7 @@ class MulticastObject(GenericAllocation):
         self._complete = True
 
     def team_complete(self) -> None:
-        """Call :meth:`mark_complete`. Deprecated: the next version removes this name."""
+        """Call :meth:`mark_complete`. Deprecated: version 0.4 removes this name."""
         warnings.warn("team_complete() is deprecated: call mark_complete()", DeprecationWarning, stacklevel=2)
         self.mark_complete()
 
@@ -475,7 +474,7 @@ class MulticastObject(GenericAllocation):
             self._node.allocations.work()
 
     def end(self, after: After = None) -> None:
-        """Call ``close(after, unmap=True)``. Deprecated: the next version removes this name."""
+        """Call ``close(after, unmap=True)``. Deprecated: version 0.4 removes this name."""
         warnings.warn("end() is deprecated: call close(unmap=True)", DeprecationWarning, stacklevel=2)
         self.close(after, unmap=True)
 
@@ -545,9 +544,8 @@ class MulticastObject(GenericAllocation):
 
 
 class Binding(Closes):
-    """Memory that is bound to a multicast object for one of its devices: memory of that device or of the host.
-
-    :meth:`MulticastObject.bind` returns it.
+    """Memory that is bound to a multicast object for one of its devices: the result of :meth:`MulticastObject.bind`. It
+    is memory of that device or of the host.
 
     :meth:`close` unbinds the memory. If this object is dropped, the memory stays bound, because the multicast object
     owns the binding.
@@ -600,7 +598,7 @@ class Binding(Closes):
 
 
 class MulticastView(LoneMapping):
-    """A mapping of a multicast object in its own address range. :meth:`MulticastObject.map` returns it.
+    """A mapping of a multicast object in its own address range: the result of :meth:`MulticastObject.map`.
 
     :meth:`fill` and :meth:`copy_from` write to the memory of every device. Ordinary reads have undefined results, so
     :meth:`copy_to` raises ValueError, and there are no array interfaces: ``__cuda_array_interface__`` raises
