@@ -51,9 +51,8 @@ def _need_steps(bench: Bench) -> None:
 
 
 def _mapper(bench: Bench, nbytes: int) -> Callable[[int], Any]:
-    """Return a function that makes ``nbytes`` bytes of memory, maps them at an address, and returns the handle.
-
-    The function makes raw calls.
+    """Return a function that makes ``nbytes`` bytes of memory, maps them at an address, and returns the handle, by raw
+    calls (``cuMemCreate``, ``cuMemMap``, ``cuMemSetAccess``).
     """
     driver = bench.driver
     properties = sa.MemAllocationProp(location=bench.device.location).to_driver()

@@ -803,7 +803,7 @@ class GraphBuffer(Buffer):
         return super()._access_hint(stream) or ("" if stream._capture else _NOT_ALLOCATED)
 
     def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: SharedState | None) -> CudaError:
-        self._ptr = ptr  # The next launch allocates memory at the same address.
+        self._ptr = ptr  # free() must find it: the next launch allocates at the same address.
         return free_refused(result, ordered, _NOT_ALLOCATED)
 
     def _belongs_to(self, graph: object) -> bool:

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 class MemoryInfo(NamedTuple):
-    """A device's memory in bytes, as reported by ``cuMemGetInfo``.
-
-    :meth:`Device.memory_info` returns it.
-    """
+    """A device's memory in bytes, as ``cuMemGetInfo`` reports it: the result of :meth:`Device.memory_info`."""
 
     free: int
     """Free bytes of the device's memory."""

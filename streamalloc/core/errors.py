@@ -62,7 +62,7 @@ class CudaError(RuntimeError):
 class InvalidValueError(CudaError, ValueError):
     """The driver refused an argument (``CUDA_ERROR_INVALID_VALUE``).
 
-    :meth:`Device.attribute` and :meth:`Graph.launch` can raise it.
+    :meth:`Device.attribute` and :meth:`Graph.launch` can raise this error.
     """
 
 
@@ -125,7 +125,7 @@ class NotPermittedError(CudaError):
 class PeerAccessError(CudaError):
     """One device cannot reach another's memory (``CUDA_ERROR_PEER_ACCESS_*``).
 
-    :meth:`MemoryPool.set_access` and :func:`streamalloc.vmm.stripe` raise it.
+    :meth:`MemoryPool.set_access` and :func:`streamalloc.vmm.stripe` raise this error.
     """
 
 
@@ -149,7 +149,7 @@ class SystemNotReadyError(CudaError):
     """Something that the driver needs, such as the fabric manager, is not running or not in a valid state
     (``CUDA_ERROR_SYSTEM_NOT_READY``, ``CUDA_ERROR_ILLEGAL_STATE``).
 
-    :class:`~streamalloc.multicast.MulticastObject` raises it.
+    :class:`~streamalloc.multicast.MulticastObject` raises this error.
     """
 
 
@@ -157,7 +157,7 @@ class OutOfMemoryError(CudaError, MemoryError):
     """No memory was left for an allocation, or no resources of the NVSwitches for a multicast object
     (``CUDA_ERROR_OUT_OF_MEMORY``).
 
-    :meth:`MemoryPool.allocate` raises it.
+    :meth:`MemoryPool.allocate` raises this error.
 
     All figures are bytes, read right after the failure. A figure is None if it does not apply or could not be read, for
     example during a capture.
@@ -207,7 +207,7 @@ class OutOfMemoryError(CudaError, MemoryError):
 class AddressSpaceError(CudaError, MemoryError):
     """The process has no free address range of the requested size. Memory may still be available.
 
-    :class:`~streamalloc.vmm.AddressRange` and :class:`~streamalloc.vmm.GrowableBuffer` raise it.
+    :class:`~streamalloc.vmm.AddressRange` and :class:`~streamalloc.vmm.GrowableBuffer` raise this error.
     """
 
 
@@ -240,7 +240,7 @@ class InUseError(RuntimeError):
     """An object cannot be released or changed now, because something else uses it.
 
     Possible causes are a process that imported the object, another mapping of the memory, and a call that a signal
-    handler or a hook interrupts. :meth:`vmm.VirtualBuffer.evict` and :meth:`vmm.SleepGroup.sleep` raise it.
+    handler or a hook interrupts. :meth:`vmm.VirtualBuffer.evict` and :meth:`vmm.SleepGroup.sleep` raise this error.
     """
 
 

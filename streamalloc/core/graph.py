@@ -319,10 +319,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
 
 
 class GraphMemoryStatistics(NamedTuple):
-    """Memory that a device's graphs use and reserve, in bytes.
-
-    :meth:`GraphMemory.statistics` returns it.
-    """
+    """Memory that a device's graphs use and reserve, in bytes: the result of :meth:`GraphMemory.statistics`."""
 
     reserved: int
     """Bytes reserved for graphs."""

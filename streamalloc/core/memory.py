@@ -451,7 +451,7 @@ class BufferView(Memory):
 
 
 class TypedView(BufferView, Generic[ScalarT]):
-    """Memory as a C-contiguous array with elements of the NumPy type ``ScalarT``. :meth:`Memory.view_as` returns it.
+    """Memory as a C-contiguous array with elements of the NumPy type ``ScalarT``: the result of :meth:`Memory.view_as`.
 
     Fills, copies and indices of this view count elements; those of :attr:`bytes` count bytes. The array interfaces,
     DLPack and :func:`streamalloc.ipc.share` export the type and shape.

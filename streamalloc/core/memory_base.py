@@ -49,7 +49,7 @@ class MemoryBase(Shareable, Shown, abc.ABC):
     @property
     @abc.abstractmethod
     def address(self) -> int:
-        """Address of the first byte; 0 for empty memory. Raises :class:`ClosedError` after the memory was freed."""
+        """Device address of the first byte; 0 for empty memory. Raises :class:`ClosedError` after the free."""
 
     @property
     @abc.abstractmethod
@@ -209,9 +209,8 @@ _CPU, _NONE = -1, -2  # The device numbers CU_DEVICE_CPU (the host) and CU_DEVIC
 
 
 class MemRangeAttributes(NamedTuple):
-    """Attributes that hold for all pages of a range of managed memory (``cuMemRangeGetAttributes``).
-
-    :attr:`Memory.range_attributes` returns it.
+    """Attributes that hold for all pages of a range of managed memory (``cuMemRangeGetAttributes``): the value of
+    :attr:`Memory.range_attributes`.
 
     Attributes
     ----------
@@ -261,11 +260,12 @@ class Migrating(MemoryBase):
             ordered.in_context(self._session.call, "cuMemPrefetchAsync", *wanted)
 
     def discard(self, stream: StreamLike | None = None) -> None:
-        """Discard the contents of managed memory in stream order, so that they are not migrated later
-        (``cuMemDiscardBatchAsync``).
+        """Discard the contents of managed memory in stream order (``cuMemDiscardBatchAsync``). They are not migrated
+        later.
 
-        Until the memory is written, reads return indeterminate values. ``stream`` and errors as for :meth:`prefetch`.
-        Also raises ValueError for the legacy default stream, and NotSupportedError if the bindings are older than 13.0.
+        Until the memory is written, reads return indeterminate values. ``stream``: stream to queue on; default: the
+        memory's own. Raises the errors of :meth:`prefetch`, ValueError for the legacy default stream, and
+        NotSupportedError if the bindings are older than 13.0.
         """
         discard_batch(stream or self.stream, [self])
 

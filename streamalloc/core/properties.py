@@ -390,9 +390,8 @@ class OpaqueHandle(bytes):
 
 
 class MemPoolPtrExportData(OpaqueHandle):
-    """Export data of an allocation of a pool (``CUmemPoolPtrExportData``).
-
-    :func:`streamalloc.ipc.raw_handles` returns it, and :meth:`~streamalloc.ipc.ImportedPool.open` takes it.
+    """Export data of an allocation of a pool (``CUmemPoolPtrExportData``): a result of
+    :func:`streamalloc.ipc.raw_handles`, and an argument of :meth:`~streamalloc.ipc.ImportedPool.open`.
     """
 
     __slots__ = ()
@@ -401,9 +400,8 @@ class MemPoolPtrExportData(OpaqueHandle):
 
 
 class MemFabricHandle(OpaqueHandle):
-    """Fabric handle of physical memory or a multicast object (``CUmemFabricHandle``).
-
-    :func:`streamalloc.ipc.raw_handles` returns it.
+    """Fabric handle of physical memory or a multicast object (``CUmemFabricHandle``): a result of
+    :func:`streamalloc.ipc.raw_handles`.
     """
 
     __slots__ = ()
@@ -412,9 +410,8 @@ class MemFabricHandle(OpaqueHandle):
 
 
 class IpcMemHandle(OpaqueHandle):
-    """Handle of memory that ``cuMemAlloc`` allocated, for other processes (``CUipcMemHandle``).
-
-    :func:`streamalloc.ipc.raw_handles` returns it, and :func:`streamalloc.ipc.open_memory_handle` takes it.
+    """Handle of memory that ``cuMemAlloc`` allocated, for other processes (``CUipcMemHandle``): a result of
+    :func:`streamalloc.ipc.raw_handles`, and an argument of :func:`streamalloc.ipc.open_memory_handle`.
     """
 
     __slots__ = ()
@@ -423,9 +420,8 @@ class IpcMemHandle(OpaqueHandle):
 
 
 class IpcEventHandle(OpaqueHandle):
-    """Handle of an event for other processes (``CUipcEventHandle``).
-
-    :func:`streamalloc.ipc.raw_handles` returns it, and :meth:`Event.from_handle` takes it.
+    """Handle of an event for other processes (``CUipcEventHandle``): a result of :func:`streamalloc.ipc.raw_handles`,
+    and an argument of :meth:`Event.from_handle`.
     """
 
     __slots__ = ()

@@ -91,7 +91,7 @@ class OwnsHandle(Protocol):
 
 
 class Session(_Direct):
-    """The package's state for one driver object; :meth:`of` returns it."""
+    """The package's state for one driver object: the result of :meth:`of`."""
 
     __slots__ = (
         *DIRECT,

@@ -54,7 +54,8 @@ def runs(stat: bytes) -> bool:
     """Return whether the process whose file ``/proc/PID/stat`` has this content runs."""
     # The process name before the state may contain any characters, also parentheses and spaces.
     state, *_, flags = stat.rpartition(b")")[2].split()[:7]
-    # The kernel closes an exiting process's files, and so releases its locks, before it changes the process's state.
+    # A process with PF_EXITING counts as ended: the kernel sets the flag, closes the files and so releases the locks,
+    # and only then changes the state.
     return state not in (b"Z", b"X") and not int(flags) & _EXITING
 
 

@@ -90,7 +90,7 @@ def _plain(value: Any) -> str:
 
 
 class Traced(Wrapper):
-    """Driver that records its calls. :func:`traced` returns it."""
+    """Driver that records its calls: the result of :func:`traced`."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
@@ -119,7 +119,7 @@ def traced(driver: Driver) -> Traced:
 
 
 class Faulty(Wrapper):
-    """Driver that refuses the calls that :meth:`fail` names. :func:`faulty` returns it."""
+    """Driver that refuses the calls that :meth:`fail` names: the result of :func:`faulty`."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver)

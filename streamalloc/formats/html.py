@@ -161,9 +161,10 @@ class Drawn(Shown):
     __slots__ = ()
 
     def plot(self, **options: Any) -> Any:
-        """Draw the object with matplotlib and return the figure.
+        """Draw the object with matplotlib. Returns the figure.
 
-        ``options`` are the keyword arguments of the function of :mod:`streamalloc.plots` that draws such an object.
+        ``options``: keyword arguments of :func:`streamalloc.plots.pool`, or of :func:`~streamalloc.plots.address_range`
+        for ranges and buffers of ``vmm``; an observer takes none.
 
         Raises
         ------

@@ -147,7 +147,7 @@ _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 
 
 class Borrowed(Memory, Closes):
-    """Array of another library as memory of this package; :func:`borrow` returns it.
+    """Array of another library as memory of this package: the result of :func:`borrow`.
 
     Operations are queued on :attr:`stream`. If the array has ``__dlpack__``, this stream waits for the library's
     current stream. Otherwise it waits for the stream that ``__cuda_array_interface__`` names. If the interface names

@@ -78,7 +78,8 @@ class Registration:
 
 
 def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
-    """Check which communication libraries can register or send memory, and why others cannot.
+    """Return a :class:`Registration`: which communication libraries can register or send memory, and why the other
+    libraries cannot.
 
     No library is called, and nothing is registered. The driver is queried for the pointer attributes of each mapping
     (``cuPointerGetAttribute``, ``cuMemGetAddressRange``) and for a DMA-BUF of the range

@@ -121,7 +121,7 @@ def _in_notebook() -> bool:
 
 
 class LiveView(Closes):
-    """View of pools that a thread updates until :meth:`stop`. :func:`live` returns it."""
+    """View of pools that a thread updates until :meth:`stop`: the result of :func:`live`."""
 
     def __init__(self, pools: tuple[MemoryPool, ...], every: float) -> None:
         self._pools = pools
@@ -138,7 +138,9 @@ class LiveView(Closes):
 
     @property
     def running(self) -> bool:
-        """Whether the view is being updated now."""
+        """Whether the thread of :meth:`start` updates the view; False after :meth:`stop`, or if an error has ended the
+        thread.
+        """
         return self._running is not None and self._running[0].is_alive()
 
     def start(self) -> LiveView:

@@ -40,7 +40,7 @@ Hook = Callable[[Allocation], object]
 
 
 class Counters(NamedTuple):
-    """Numbers of allocations and bytes while an observer recorded. :meth:`Observer.counters` returns it."""
+    """Numbers of allocations and bytes while an observer recorded: the result of :meth:`Observer.counters`."""
 
     nbytes: int
     """Bytes allocated now."""
@@ -433,7 +433,7 @@ def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
 
 
 class Observer(Drawn, Leaves):
-    """Record of allocations and frees, with time and source line. :func:`observe` returns it.
+    """Record of allocations and frees, with time and source line: the result of :func:`observe`.
 
     The observer records from :meth:`start` to :meth:`stop`; a ``with`` block calls both. The records can also be read
     after the stop. While the observer records, a read of the records first makes the deferred frees that are possible.
@@ -474,8 +474,9 @@ class Observer(Drawn, Leaves):
 
     @property
     def limit(self) -> int:
-        """Largest number of bytes that may be allocated at once; 0 for no limit. Assign a size to change it; other
-        values raise TypeError or ValueError.
+        """Largest number of bytes allocated at once; 0: no limit. An allocation beyond it raises
+        :class:`OutOfMemoryError` before the driver call. Assign a size, in bytes or as text; other values raise
+        TypeError or ValueError.
         """
         return self._account.limit
 
@@ -566,10 +567,10 @@ class Observer(Drawn, Leaves):
 
     @contextlib.contextmanager
     def tag(self, tag: str) -> Iterator[None]:
-        """Return a context manager that tags the allocations of this thread or task within the ``with`` block. An inner
+        """Return a context manager: the allocations of this thread or task in its ``with`` block get ``tag``. An inner
         tag replaces the outer one until its block ends.
 
-        Raises ``TypeError`` if ``tag`` is not a ``str``.
+        The ``with`` statement raises ``TypeError`` if ``tag`` is not a ``str``.
         """
         token = self._account.tag.set(checked_type("tag", tag, str))
         try:

@@ -70,10 +70,7 @@ def sites(depth: int) -> tuple[Site, ...]:
 
 
 class Source(NamedTuple):
-    """Kind, location and name of what an allocation came from: a pool, a cache or a mapping.
-
-    :attr:`Allocation.source` has it.
-    """
+    """Kind, location and name of an allocation's pool, cache or mapping: the value of :attr:`Allocation.source`."""
 
     kind: Kind
     """``"pool"``, ``"cache"``, or ``"mapping"`` for physical memory that is mapped in a range of addresses."""
@@ -140,9 +137,8 @@ class Happening(NamedTuple):
 
 
 class Phase:
-    """Named block of a program, with the peak of allocated bytes.
-
-    A ``with`` block of :meth:`Observer.phase` gets it.
+    """Named block of a program, with the peak of the allocated bytes: the value of ``with observer.phase(name) as
+    phase`` (:meth:`Observer.phase`).
     """
 
     def __init__(self, name: str, parent: Phase | None, nbytes: int, limit: int) -> None:
@@ -177,7 +173,7 @@ class Phase:
 class LeakError(AssertionError):
     """Memory is still allocated; ``report`` lists the bytes and lines.
 
-    :meth:`Observer.assert_nothing_left` raises it.
+    :meth:`Observer.assert_nothing_left` raises this error.
     """
 
     def __init__(self, report: LeakReport) -> None:
@@ -240,10 +236,8 @@ def _amount(allocations: Sequence[Allocation]) -> str:
 
 
 class LeakReport:
-    """Report of memory that is still allocated, by line of the program. ``bool(report)`` is True if there is such
-    memory.
-
-    :meth:`Observer.leaks` returns it.
+    """Report of memory that is still allocated, by line of the program: the result of :meth:`Observer.leaks`.
+    ``bool(report)`` is True if there is such memory.
     """
 
     def __init__(self, allocations: Iterable[Allocation]) -> None:

@@ -398,7 +398,7 @@ def lives(of: Iterable[Call]) -> list[Life]:
             address, nbytes, stream = args
             former = [one for one in freed if one.address < address + nbytes and address < one.address + one.nbytes]
             reasons = [one.after.get(stream, one.after.get(-1, OTHER)) for one in former]
-            # The memory may consist of several freed ranges. The range with the weakest reason decides.
+            # If the memory consists of several freed ranges, the reason that comes last in WHY (the weakest) counts.
             why = max(reasons, key=list(WHY).index, default="")
             freed = [one for one in freed if one not in former]
             live[address] = len(found)

@@ -36,14 +36,15 @@ class GrantsAccess(Allocator):
         return self._counted(lambda: self._session.call(name, self.checked_raw(), *args, hint=hint))
 
     def _counted(self, act: Callable[[], T]) -> T:
-        """Call ``act``, which asks whether the pool is open and then calls the driver with the pool's handle, and
-        return its result. Meanwhile the pool is not destroyed, even if another thread closes it: the driver may crash
-        on the handle of a destroyed pool.
+        """Call ``act``, which checks that the pool is open and then calls the driver with the pool's handle, and return
+        its result. Meanwhile the pool is not destroyed, even if another thread closes it: the driver may crash on the
+        handle of a destroyed pool.
         """
         end = self._end
         if end is None:
             return act()
-        # No function is called between the read and the write, so Python switches no threads there.
+        # With the GIL, threads switch only at calls and jumps. So no increment of another thread is lost here, and the
+        # pool is not destroyed during `act`.
         end.readers += 1
         try:
             return act()

@@ -27,9 +27,8 @@ T = TypeVar("T")
 
 
 class PoolStatistics(NamedTuple):
-    """Bytes that a pool has reserved, and bytes that are allocated from the pool, at one moment.
-
-    :meth:`MemoryPool.statistics` returns it.
+    """Bytes that a pool has reserved, and bytes that are allocated from the pool, at one moment: the result of
+    :meth:`MemoryPool.statistics`.
     """
 
     reserved: int

@@ -385,7 +385,9 @@ def buffer_from_handle(
 
 
 class _Source(Allocator):
-    """Base class of allocators that do not free with ``cuMemFreeAsync``: each buffer has a :class:`PlainEnd`."""
+    """Base class of allocators without a pool. The :class:`PlainEnd` of a buffer frees it: ``cuMemFree``,
+    ``cuMemFreeHost``, or a function of the program.
+    """
 
     def __init__(self, where: Device | MemLocation, managed: bool, driver: Driver | None) -> None:
         self.location = location_of("where", where)

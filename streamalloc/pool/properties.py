@@ -32,9 +32,8 @@ _LARGEST_POOL = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class MemPoolProps:
-    """Properties of a pool (``CUmemPoolProps``), checked against the rules of ``cuMemPoolCreate``.
-
-    :class:`MemoryPool` takes it, and :attr:`MemoryPool.properties` returns it.
+    """Properties of a pool (``CUmemPoolProps``), checked against the rules of ``cuMemPoolCreate``: an argument of
+    :class:`MemoryPool`, and the value of :attr:`MemoryPool.properties`.
 
     Attributes
     ----------

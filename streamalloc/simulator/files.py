@@ -36,7 +36,7 @@ class Label(NamedTuple):
     """
     place: Place
     compression: int = 0
-    """Compression type of the memory (``CUmemAllocationCompType``) as a number. Importers read it from the label."""
+    """Compression type of the memory (``CUmemAllocationCompType``; 0: none). Importers read it from the label."""
 
     @property
     def domain(self) -> str:
@@ -196,8 +196,7 @@ WORD, _CHANGING = 8, 0
 """Size of a word in bytes, and the byte of the file that is locked while a process changes the words."""
 
 HOST_BANK = 63
-"""Index of the word of the host in a file of :class:`Usage`. The words of the devices come before it, in the order of
-the devices' numbers in the machine.
+"""Index of the host's word in a file of :class:`Usage`. Words 0 to 62 are those of the first 63 devices of the machine.
 """
 _BANKS = 64
 

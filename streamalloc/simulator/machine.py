@@ -241,7 +241,8 @@ class Machine:
             self.synchronize(stream.done_with(), lambda: True, told=False)
         self.scheduler.retire(stream)
         if len(context.retired) > len(self.scheduler.streams) + 8:
-            # Only streams with unfinished work, or with frees that the host has not waited for, still need an entry.
+            # Without this the dict would grow for ever. Only streams with unfinished work, or with frees that the host
+            # has not waited for, are looked up.
             awaited = {*self.scheduler.streams, *self.pools.pending_streams()}
             context.retired = {number: seq for number, seq in context.retired.items() if number in awaited}
 

@@ -112,11 +112,10 @@ class Faults(Faulty):
 
 
 def settle() -> int:
-    """Collect garbage, and make the deferred releases of all drivers that are possible now. Returns the number of those
-    left.
+    """Collect garbage, and attempt all deferred releases (of memory, pools, streams) of all drivers. Returns the number
+    that could not be made within 50 ms.
 
-    If some are left, they are attempted again for up to 50 ms. A release that is left waits for an importer, for the
-    end of a capture, or for queued work. Synchronise the device first, so that no release waits for queued work.
+    Such a release waits for an importer, for the end of a capture, or for queued work. So synchronise the device first.
 
     Examples
     --------

@@ -289,7 +289,7 @@ libraries (``other``) need a GPU.
 
 @dataclass(frozen=True)
 class Replayed:
-    """Measurements of a replay. :func:`replay` returns it."""
+    """Measurements of a replay: the result of :func:`replay`."""
 
     allocator: str
     """Title of the allocator, such as ``"RMM PoolMemoryResource"``."""
@@ -320,9 +320,8 @@ class Replayed:
 
 
 class Replay:
-    """Trace that is prepared for an allocator, so that the timed loop does little except the allocator's calls.
-
-    The ``with`` block of :func:`prepare` gets it.
+    """Trace that is prepared for an allocator, so that the timed loop does little except the allocator's calls: the
+    value of ``with`` :func:`prepare` ``as replay``.
     """
 
     def __init__(self, trace: Trace, subject: Subject) -> None:

@@ -121,7 +121,7 @@ class Trace:
                 events.append(event)
         except ValueError as error:
             raise ValueError(f"event {len(events)}: {error}") from None
-        object.__setattr__(self, "events", tuple(events))  # A tuple, because an iterator could be read only once.
+        object.__setattr__(self, "events", tuple(events))  # The caller's iterable may be an iterator, used up by now.
 
     @property
     def allocations(self) -> int:

@@ -124,11 +124,11 @@ def _forward(script: _Script, tokens: int, hidden: int) -> list[int]:
 
 
 def checkpointing(seed: int = 0, *, iterations: int = 4, layers: int = 32) -> Trace:
-    """Return a trace that imitates activation checkpointing with 7 B parameters: 1 stream, by default 25 GiB.
+    """Return a trace of training with activation checkpointing on 1 stream: 6.7e9 parameters of 2 bytes.
 
-    By default it has about 16,000 events. The parameters stay allocated. Each layer keeps only its input, and computes
-    its activations again for the gradients. The gradients are freed after the optimizer step. The number of tokens
-    changes with each iteration.
+    By default it has about 16,000 events, and a peak of 25 GiB. The parameters stay allocated. Each layer keeps only
+    its input, and computes its activations again for the gradients. The gradients are freed after the optimizer step.
+    The number of tokens changes with each iteration.
 
     Examples
     --------
@@ -284,7 +284,8 @@ def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace
     events
         Number of allocations and frees.
     most
-        Largest size in bytes; the smallest size is 256. The logarithm of the size is uniformly distributed.
+        Largest size in bytes, at least 256, which is the smallest size. The logarithm of the size is uniformly
+        distributed.
 
     Examples
     --------

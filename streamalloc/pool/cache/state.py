@@ -469,7 +469,7 @@ class CacheState(Deferred):
         """Bytes of free blocks of all streams, including blocks that wait for an event."""
         return sum(one.free_bytes for one in self.live())
 
-    # -- the allowance ---------------------------------------------------------------------------------------
+    # -- the allowance: how far the pool may grow ------------------------------------------------------------
 
     def keep_allowance(self, pool: MemoryPool, wanted: SizeClass) -> None:
         """If a new block of the class ``wanted`` would make the pool grow beyond the allowance, return all free blocks

@@ -345,7 +345,7 @@ class ContextCalls(Calls):
 
     cuCtxResetPersistingL2Cache = cuFlushGPUDirectRDMAWrites = cuProfilerStart = cuProfilerStop = call(_nothing)
 
-    # -- events of all streams -------------------------------------------------------------------------------
+    # -- the wait of a whole context for an event ------------------------------------------------------------
 
     def cuCtxWaitEvent(self, hCtx: Context, hEvent: Event) -> None:
         """Make all later work of the context wait for the event, also in streams that are created later.

@@ -41,7 +41,7 @@ from streamalloc.simulator.profiles import MachineSpec
 _HANDLE_TYPES = (HandleType.NONE, HandleType.POSIX_FD, HandleType.WIN32, HandleType.WIN32_KMT, HandleType.FABRIC)
 _LAZY_ENABLE_PEER_ACCESS = 1  # The only flag in CUipcMem_flags.
 
-# -- 64 bytes ------------------------------------------------------------------------------------------------
+# -- handles of 64 bytes (CUipcMemHandle, CUipcEventHandle, CUmemFabricHandle) -------------------------------
 
 
 def pack(kind: str, *words: int) -> bytes:

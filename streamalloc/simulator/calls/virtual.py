@@ -128,9 +128,10 @@ class VirtualMemoryCalls(Calls):
             not_modelled(lacks, f"cuMemCreate of memory that needs {name}, which this profile's device lacks")
 
     def _check_vmm(self, device: int | None = None) -> None:
-        """Refuse the call on a device without virtual memory management. ``device``: None for all devices.
+        """Answer CUDA_ERROR_NOT_SUPPORTED on a device without virtual memory management. ``device``: None for all
+        devices.
 
-        Users report the result code for virtual GPUs (dmlc/xgboost#12217, OpenPPL/ppl.nn#8).
+        Users report this result for virtual GPUs (dmlc/xgboost#12217, OpenPPL/ppl.nn#8).
         """
         check(self.supports("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", device), Result.CUDA_ERROR_NOT_SUPPORTED)
 
