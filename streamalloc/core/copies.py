@@ -135,7 +135,8 @@ class Copyable(MemoryBase):
 
         Outside of a capture, the driver reads a pageable host source before the call returns, so the source may then be
         changed or freed. A source in pinned or pool memory is read in stream order. In a capture, each launch reads the
-        source and writes the target, and the graph keeps both alive.
+        source and writes the target. The graph of :meth:`Stream.capture` and its queued launches keep both alive. In a
+        capture that other code has begun, the caller must keep them alive.
         """
         if options is not None:
             copy_batch(self._ordered_on(stream), [source], [self], options=options)
@@ -459,8 +460,10 @@ def copy_batch(
     session = ordered._session
     refuse_legacy(ordered, _CALL)
     ordered.refuse_capture(_CALL, "copy_to makes a node of the graph")
+    # The options of copies outside of the batch are checked, too.
+    attributes = {option: option._to_driver(session) for option in wanted}
     pairs = [_pair(number, session, *ends) for number, ends in enumerate(zip(dsts, srcs, strict=True))]
-    batch: list[tuple[tuple[CopySide, CopySide], CopyOptions]] = []
+    batch: list[tuple[tuple[CopySide, CopySide], Any]] = []
     alone: list[tuple[CopySide, CopySide]] = []
     for pair, option in zip(pairs, wanted, strict=True):
         target, source = pair
@@ -470,17 +473,17 @@ def copy_batch(
             # own returns afterwards.
             alone.append(pair)
         elif target.nbytes:
-            batch.append((pair, option))
+            batch.append((pair, attributes[option]))
     if batch:
         _queue_pairs(ordered, batch)
     for target, source in alone:
         copy_bytes(target, source, ordered)
 
 
-def _queue_pairs(stream: Stream, batch: Sequence[tuple[tuple[CopySide, CopySide], CopyOptions]]) -> None:
-    changes = groupby(range(len(batch)), lambda number: batch[number][1])
-    both = ((next(numbers), option._to_driver(stream._session)) for option, numbers in changes)
-    runs, attributes = zip(*both, strict=True)
+def _queue_pairs(stream: Stream, batch: Sequence[tuple[tuple[CopySide, CopySide], Any]]) -> None:
+    changes = groupby(range(len(batch)), lambda number: id(batch[number][1]))
+    runs = [next(numbers) for _, numbers in changes]
+    attributes = [batch[first][1] for first in runs]
     sides = [side for pair, _ in batch for side in pair]
     for side in sides:
         side.ordered_before(stream)
