@@ -57,7 +57,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from streamalloc.core.deferred import Deferred, HandleEnd, deferred_queue, unless_busy
@@ -75,6 +75,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.event import Event, has_passed, pending_ends
 from streamalloc.core.library_streams import LibraryStream
+from streamalloc.core.resource import above
 from streamalloc.core.session import Session, members
 from streamalloc.core.stream import (
     DefaultStream,
@@ -260,6 +261,45 @@ class Fence:
             return (end,) if _may_work(end) else [event for event in end.last if not event.closed]
         except LOST:
             return ()
+
+
+class KeptForWork(Deferred):
+    """Queue item that keeps an object until its owner was dropped and the work that uses the object is done. Without
+    it, for example, the launch of a dropped graph would write to an array that Python has freed.
+    """
+
+    __slots__ = ("_fences", "_kept")
+
+    def __init__(self, kept: object) -> None:
+        self._kept: object = kept
+        self._fences: dict[Fence, None] = {}
+        """Fences for work that may not be done, oldest first. Several threads change this dictionary at the same time.
+        """
+
+    @contextlib.contextmanager
+    def queueing(self, stream: Stream) -> Iterator[None]:
+        """Keep the object for the work that the ``with`` block queues on ``stream``."""
+        self._forget_completed()
+        fence = Fence(stream._session, [stream], queueing=True)
+        self._fences[fence] = None
+        try:
+            yield
+        finally:
+            fence.queueing = 0
+            fence.record()
+
+    def attempt(self) -> bool:
+        self._forget_completed()
+        if self._fences:
+            return False
+        self._kept = None
+        return True
+
+    def _forget_completed(self) -> None:
+        for oldest in list(self._fences):
+            if not oldest.done():
+                break
+            self._fences.pop(oldest, None)
 
 
 def known_ends(session: Session) -> list[Event | Stream]:
@@ -515,3 +555,7 @@ def record_uncaptured(stream: Stream) -> Event | None:
         return None if stream.capturing else event
 
     return while_open(stream, record)
+
+
+# The module of graphs, which this module builds on, makes items of this class.
+above.kept_for_work = KeptForWork

@@ -46,7 +46,9 @@ class Graph(Closes):
         graph.launch(stream)
     """
 
-    __slots__ = ("__weakref__", "_closed", "_executable", "_handle", "_in_use", "_session", "device", "kept")
+    __slots__ = (
+        "__weakref__", "_closed", "_executable", "_handle", "_in_use", "_launches", "_session", "device", "kept",
+    )  # fmt: skip
 
     def __init__(self, device: Device) -> None:
         self.device: Device = device
@@ -55,7 +57,12 @@ class Graph(Closes):
         self._handle = HandleEnd(self._session, "cuGraphDestroy", None)
         self._executable = HandleEnd(self._session, "cuGraphExecDestroy", None)
         self.kept: tuple[object, ...] = ()
-        """Objects whose memory the copies of the graph use. The graph keeps these objects alive."""
+        """Objects whose memory the copies of the graph use. The graph and its queued launches keep these objects alive.
+        """
+        self._launches: Any = None
+        """Item (:class:`~streamalloc.core.fence.KeptForWork`) that keeps ``kept`` for queued launches; None before the
+        first launch, and if nothing is kept.
+        """
         self._closed = False
         self._in_use = RLock()
         """Lock held while the graph is instantiated or destroyed."""
@@ -177,7 +184,25 @@ class Graph(Closes):
         self.instantiate()
         hint = "free what an earlier launch allocated, or instantiate the graph with auto_free_on_launch=True"
         launched = self._executable._raw, target.checked_raw()
-        self._session.call_in(target.device.ordinal, "cuGraphLaunch", *launched, hint=hint)
+        with self._kept_for(target):
+            self._session.call_in(target.device.ordinal, "cuGraphLaunch", *launched, hint=hint)
+
+    def _kept_for(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        """Return a ``with`` block for a launch on ``stream``. The objects of :attr:`kept` are kept until the launch is
+        done, also if this graph is dropped before.
+        """
+        if not self.kept:
+            return contextlib.nullcontext()
+        if stream._capture is not None:  # The launch becomes a node of another graph, which copies at each launch.
+            stream._capture.graph.kept += self.kept
+            return contextlib.nullcontext()
+        with self._in_use:
+            if self._launches is None:
+                self._launches = above.kept_for_work(self.kept)
+                # The queue keeps the item. A finaliser that submits it could be interrupted by a signal handler.
+                deferred_queue(self._session).end_with(self, self._launches)
+        launching: contextlib.AbstractContextManager[None] = self._launches.queueing(stream)
+        return launching
 
     def close(self) -> None:
         """Destroy the graph and its instance; queued launches still run (``cuGraphDestroy``, ``cuGraphExecDestroy``).

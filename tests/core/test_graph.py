@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -82,6 +84,31 @@ class TestNodes:
         with sa.allocate(64, other) as usual:
             assert not isinstance(usual, sa.GraphBuffer)
         other.synchronize()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_launch_keeps_the_arrays_of_a_dropped_graph(
+    stream: sa.Stream, other: sa.Stream, kept: sa.Buffer, gate: Any, closed: bool
+) -> None:
+    target = np.zeros(64, np.uint8)
+    alive = weakref.ref(target)
+    with stream.capture() as graph:
+        kept.copy_to(target)
+    graph.launch(stream)
+    graph.launch(other)
+    for one in (stream, other):
+        one.synchronize()
+    gate.hold(other)
+    graph.launch(other)
+    if closed:
+        graph.close()
+    del graph, target
+    gc.collect()
+    stream.synchronize()
+    assert alive() is not None
+    gate.open()
+    other.synchronize()
+    assert alive() is None
 
 
 class TestForeignMemory:
