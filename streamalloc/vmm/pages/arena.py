@@ -296,11 +296,15 @@ class PageTable(Closes):
         ------
         ClosedError
             The table, the space or the table's stream was closed.
+        CaptureError
+            The table's stream is being captured.
         CudaError
             The driver refused the copy.
         """
         with self._lock:
             entries = self.entries
+            # In a capture, each launch would write these entries again, over those of later updates.
+            self.stream.refuse_capture("cuMemcpyHtoDAsync", "update the table before the launch")
             now = self.space.numbers.astype(self._sent.dtype)
             changed = np.flatnonzero(now != self._sent)
             if changed.size:

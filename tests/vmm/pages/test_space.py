@@ -293,6 +293,15 @@ def test_shows_the_pages(space: vmm.PageSpace, dtype: Any) -> None:
     table.close()
 
 
+def test_a_table_is_not_updated_in_a_capture(space: vmm.PageSpace) -> None:
+    with vmm.PageTable(space) as table:
+        space.commit(2)
+        with space.stream.capture() as graph:
+            each_raises(sa.CaptureError, table.update, match="update the table before the launch")
+        assert graph.nodes == []
+        assert table.update() == 1 and shown(table) == space.numbers.tolist()
+
+
 def test_changes_in_stream_order(space: vmm.PageSpace, gate: Gate) -> None:
     """Work that was queued before the update has the table of before."""
     space.commit([2, 5])
