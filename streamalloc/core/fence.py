@@ -47,7 +47,7 @@ Three locks keep captures and closes away from such work. A thread takes them in
    are attempted before.
 3. ``DeferredQueue._lock``: an item moves between the tables of the queue. No driver call is made.
 
-:func:`settle`, which finalisers call, takes the first two only if they are free
+:func:`unless_in_use`, which finalisers call, takes the first two only if they are free
 (:func:`~streamalloc.core.deferred.unless_busy`). Locks of other areas that items need, such as those of leases and
 imports, come between 2 and 3.
 """
@@ -411,20 +411,29 @@ def queue_behind(stream: Stream, item: Deferred) -> None:
     stream._forbid_direct()
 
 
-def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
+def settle(stream: Stream, item: Deferred, other: Stream | None = None) -> None:
     """Attempt ``item``, which :func:`queue_behind` submitted, now rather than before the next work of ``stream``. For
-    finalisers.
+    finalisers: the function does nothing if a stream is in use (:func:`unless_in_use`).
 
-    ``others`` are further streams that the item uses. The function does nothing if another thread is closing one of the
-    streams, beginning a capture, or attempting an item on them, because a finaliser must not wait for a lock.
+    ``other``: the other stream that the item uses; None: it uses all known streams.
     """
 
     def attempt() -> None:
         if not stream._closed:
             stream._attempt_before_work(item)
 
-    used = [one._in_use for one in (stream, *others) if one is not None]
-    unless_busy(attempt, None, deferred_queue(stream._session).beginning, *used)
+    others = _known_streams(stream._session, closed=True) if other is None else [other]
+    unless_in_use(attempt, None, stream._session, (stream, *others))
+
+
+def unless_in_use(act: Callable[[], T], otherwise: T, session: Session, streams: Iterable[Stream] | None = None) -> T:
+    """Call ``act`` and return its result. If another thread is closing one of ``streams``, beginning a capture, or
+    attempting an item on them, return ``otherwise`` at once. For finalisers, which must not wait for a lock.
+
+    ``streams``: the streams that ``act`` uses; None: all known streams.
+    """
+    used = [one._in_use for one in (_known_streams(session, closed=True) if streams is None else streams)]
+    return unless_busy(act, otherwise, deferred_queue(session).beginning, *used)
 
 
 def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:

@@ -41,6 +41,7 @@ from streamalloc.core.fence import (
     queue_if_allowed,
     record_uncaptured,
     settle,
+    unless_in_use,
 )
 from streamalloc.core.library_streams import LibraryStream, as_stream, library_stream
 from streamalloc.core.memory import BufferView, Memory, TypedView, viewed

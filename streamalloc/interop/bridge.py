@@ -45,7 +45,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     may_be_captured,
     ordered_after,
-    unless_busy,
+    unless_in_use,
     work,
 )
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_type
@@ -320,7 +320,7 @@ def free_after_all(item: FreeAfterAll) -> None:
     queue = deferred_queue(item.session)
     # After an error the item stays in the queue, and the free is attempted again later.
     with contextlib.suppress(CudaError):
-        if unless_busy(functools.partial(queue.end, item), None, queue.beginning) is None:
+        if unless_in_use(functools.partial(queue.end, item), None, item.session) is None:
             queue.submit(item)
 
 

@@ -1,6 +1,7 @@
 """Locks, each by an interleaving that goes wrong without it."""
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -27,6 +29,8 @@ from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.core.stream import DefaultStream, OwnStream
 from streamalloc.driver.internal import cuda
 from streamalloc.interop import torch as torch_bridge
+from streamalloc.interop.bridge import dropped_of
+from streamalloc.interop.loans import Lent
 from streamalloc.observing import observer as observed
 from streamalloc.observing.records import Phase
 from streamalloc.pool.cache.state import CacheState
@@ -363,6 +367,21 @@ class TestStreams:
         settle(stream, item)
         assert item.attempts == 1
         stream.close()
+
+    @pytest.mark.parametrize("drop", ["a lent array of no stream", "a batch of Numba's arrays"])
+    def test_a_finaliser_of_work_of_all_streams_waits_for_none(self, drop: str) -> None:
+        device = sa.Device(0, driver=sd.simulated())
+        with device.create_stream() as stream, device.create_stream() as busy, sa.MemoryPool(device) as pool:
+            buffer: sa.Buffer | None = pool.allocate(1 << 20, stream)
+            assert buffer is not None
+            held = [Lent(buffer.view_as(np.uint8), None)] if drop.startswith("a lent") else []
+            dropped = held.clear if held else functools.partial(dropped_of(session_of(device)).add, buffer)
+            del buffer
+            with busy._in_use, ThreadPoolExecutor(1) as other:
+                other.submit(dropped).result(20)
+            del dropped
+            device.synchronize()
+            assert pool.statistics().used == 0
 
     def test_two_threads_ask_whether_work_is_done(self) -> None:
         device = sa.Device(0, driver=sd.simulated())
