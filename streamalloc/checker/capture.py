@@ -285,7 +285,7 @@ class TrackedEvent:
     shared: bool = False
     """Whether the event is an interprocess event."""
     foreign: bool = False
-    """Whether another library has the event, and may record it by calls that the checker is not told of."""
+    """Whether another library has the event, and may record it by calls that the checker does not record."""
     mark: Obstacle | None = None
     """Obstacle that ends with the recorded work; None if no record is known to the checker, or the latest record is in
     a capture.

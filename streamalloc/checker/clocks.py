@@ -4,7 +4,7 @@ A stream *enters* an operation once everything before the operation is known, us
 for something that has not happened yet (a value in memory, an event behind such a wait, a host function), its later
 operations are queued until then. So operations are checked in a possible order.
 
-All host threads share one clock: threads order each other in many ways that the checker is not told of. Work for which
+All host threads share one clock: threads order each other in many ways that the checker does not record. Work for which
 one thread has waited precedes everything that any thread does later.
 
 The driver may order more than the program requests: an allocation runs after the free whose memory it reuses. Clocks do
@@ -91,7 +91,7 @@ class Actor:
 @dataclass(eq=False, slots=True)
 class Obstacle:
     """Condition that streams wait for: the end of queued work, a value in memory, or the return of a host function. The
-    obstacle *ends* when the checker is told, or concludes, that the condition is met.
+    obstacle *ends* when the checker records or concludes that the condition is met.
     """
 
     source: TrackedStream | None = None
@@ -151,10 +151,10 @@ class Timeline:
         self.retired: list[TrackedStream] = []
         """Destroyed streams whose work may still run."""
         self.foreign: dict[TrackedStream, None] = {}
-        """Streams that other libraries may use, and may order by calls that the checker is not told of."""
+        """Streams that other libraries may use, and may order by calls that the checker does not record."""
         self.over: dict[int, int] = {}
         """Time by number of the actor. The actor's operations up to this time count as ordered before everything later:
-        the host may have waited for them by a call that the checker is not told of.
+        the host may have waited for them by a call that the checker does not record.
         """
         self.ended_threads: deque[int] = deque()
         """Numbers of host threads that have ended. Finalisers append to it without taking the lock, which another
@@ -223,7 +223,7 @@ class Timeline:
 
     def may_be_known(self, number: int, time: int) -> bool:
         """Whether the host has waited for the operation at ``time`` of the actor ``number``, or may have waited by a
-        call that the checker was not told of.
+        call that the checker does not record.
         """
         return self.certain(self.host, number, time)
 
@@ -237,7 +237,7 @@ class Timeline:
 
     def may_be_seen(self, mark: Obstacle) -> bool:
         """Whether the host has waited for ``mark``, a result of :meth:`record`, or may have waited by a call that the
-        checker was not told of.
+        checker does not record.
         """
         clock, source = mark.clock, mark.source
         if clock is None or source is None:

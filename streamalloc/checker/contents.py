@@ -7,8 +7,8 @@ a type, such as a fill or a kernel, removes the type.
 A host write is reported if it changes memory that a queued copy has still to read. The checker cannot see writes
 through NumPy arrays. So it compares two checksums of the source: one of the time of the call, and one of the time right
 before the host's next wait or next copy of the same bytes. Streams of other libraries are left out, because a library
-may wait for its streams without a call that the checker is told of. Memory that a kernel without declared uses may
-write is left out too, because the kernel may have changed it.
+may wait for its streams without a call that the checker records. Memory that a kernel without declared uses may write
+is left out too, because the kernel may have changed it.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ time than a checksum of all bytes.
 
 
 def is_of_host(range_: Range) -> bool:
-    """Whether the host may read and write the memory of ``range_`` without a call that the checker is told of."""
+    """Whether the host may read and write the memory of ``range_`` without a call that the checker records."""
     # The program has the address of pinned memory: it got the address from a driver call, or gave it to one.
     return range_.viewed or range_.kind in HOST_KINDS
 
@@ -186,7 +186,7 @@ class QueuedSources:
         self._judge = judge
         self._place = place
         self.is_late: bool = False
-        """Whether the host has continued since the call that is being recorded, because the checker was told of the
+        """Whether the host has continued since the call that is being recorded, because the checker has recorded the
         call late. The host may then have written sources, so :meth:`check` does nothing.
         """
         self._sources: list[_QueuedSource] = []
@@ -201,8 +201,8 @@ class QueuedSources:
 
     def add(self, stream: TrackedStream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """Watch the host memory that the latest operation of ``stream`` reads, if the host may change this memory
-        without a call that the checker is told of. ``pieces``: tuples of a part of memory and whether the operation
-        writes it. ``what``, ``stack``: name and place of the operation.
+        without a call that the checker records. ``pieces``: tuples of a part of memory and whether the operation writes
+        it. ``what``, ``stack``: name and place of the operation.
 
         Only a note is added for operations on streams of other libraries, and for memory that other work may still
         write.
@@ -230,7 +230,7 @@ class QueuedSources:
 
     @staticmethod
     def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
-        """Return those of ``pieces`` that the host may write without a call that the checker is told of."""
+        """Return those of ``pieces`` that the host may write without a call that the checker records."""
         return [(piece, write) for piece, write in pieces if is_of_host(piece[0])]
 
     @staticmethod
@@ -327,8 +327,8 @@ class QueuedSources:
         return lambda: self._sources.extend(one for one in before if one not in self._sources)
 
     def clear(self) -> None:
-        """Stop watching all sources, because the host may have waited for the copies by a call that the checker is not
-        told of.
+        """Stop watching all sources, because the host may have waited for the copies by a call that the checker does
+        not record.
         """
         self._keep(lambda one: False)
 
@@ -402,8 +402,8 @@ class _Waiting(Obstacle):
 class WaitValues:
     """Latest values that streams wrote, and the waits for values.
 
-    The checker may not be told of the write of a value, for example of a write by a kernel. Then the wait lasts until
-    the host finds the waiting stream idle, and all earlier work counts as ordered before the wait.
+    The checker may not record the write of a value, for example of a write by a kernel. Then the wait lasts until the
+    host finds the waiting stream idle, and all earlier work counts as ordered before the wait.
     """
 
     def __init__(self, timeline: Timeline, addresses: AddressMap, on_host: Callable[[int], bool]) -> None:

@@ -1,10 +1,10 @@
 """Memory and events shared with other processes, announcements in both directions, and open files.
 
 Two operations of different processes are ordered if the later operation waits for an interprocess event, or for a value
-in shared memory, that comes after the earlier operation. A checker is told only of the calls of its own process. So
-each checker announces the queued uses of shared memory with the event recordings after them, and reads the
-announcements of other processes before a use. Where another process may have waited by a call that no checker is told
-of, the operations count as ordered, with a note.
+in shared memory, that comes after the earlier operation. A checker records only the calls of its own process. So each
+checker announces the queued uses of shared memory with the event recordings after them, and reads the announcements of
+other processes before a use. Where another process may have waited by a call that no checker records, the operations
+count as ordered, with a note.
 
 Each announcing process has a *board*: a file of fixed entries in a directory that all checkers of a user share. A
 process that finds the board of a process that has ended removes the board. An entry is an *event*, with the number of
@@ -12,8 +12,8 @@ its recordings, an open *import* of an allocation, or a *post*. A post announces
 later use of a part of shared memory by the exporter or an importer.
 
 A post names the event recordings that other processes may wait for. It is removed once the host has waited for the
-work, because the host may then notify others in ways that no checker is told of. It is also removed when a stream
-writes a value after the work.
+work, because the host may then notify others in ways that no checker records. It is also removed when a stream writes a
+value after the work.
 """
 
 from __future__ import annotations
@@ -535,7 +535,7 @@ class Interprocess:
         """
         range_, low, high = piece
         if actor in self._timeline.foreign:
-            # Another library can use the stream, and may order this use by calls that the checker is not told of.
+            # Another library can use the stream, and may order this use by calls that the checker does not record.
             self._untold()
             return
         made = _Use(low - range_.base, high - range_.base, write, actor.number, actor.time)
@@ -750,7 +750,7 @@ class OpenFiles(Generic[T]):
     """Table with a value for each open file. The table keeps no file open. A file that cannot be identified has no
     value.
 
-    All handles that a real driver exports are files without names, which ``fstat`` cannot tell apart. An epoll refers
+    All handles that a real driver exports are files without names, which ``fstat`` cannot distinguish. An epoll refers
     to an open file without keeping it open, and ``kcmp`` compares a descriptor with a file in an epoll.
     """
 

@@ -44,7 +44,7 @@ class Judge:
         self._waits: deque[Wait] = deque(maxlen=MOST_WAITS)
         """The latest waits of the host for events."""
         self.sees_grants: Callable[[], bool] = lambda: True
-        """Function that returns whether the checker was told of all calls that grant access to mappings."""
+        """Function that returns whether the checker has recorded all calls that grant access to mappings."""
 
     def waited(self, actor: Actor, wait: Wait) -> None:
         """Record a wait of ``actor`` for an event, so that a report can explain why the wait gives no order."""
@@ -200,7 +200,7 @@ class Judge:
     def _rights(self, range_: Range, device: int) -> int:
         """Return the access of a device to a range: 0 none, 1 read, 3 read and write.
 
-        If another library may have granted access by a call that the checker was not told of, 3 is returned, and a note
+        If another library may have granted access by a call that the checker does not record, 3 is returned, and a note
         is added.
         """
         rights = 3 if range_.grants is None else range_.grants.get(device, 0)
@@ -228,7 +228,7 @@ class Judge:
         ``unseen_upto``: highest :attr:`.Bytes.number` of memory that a kernel without declared uses may have written.
         """
         range_, low, high = piece
-        # The host may have written the memory through a NumPy array over it. No call tells the checker of such a write.
+        # The host may have written the memory through a NumPy array over it. No call shows such a write to the checker.
         if range_.ended is not None or range_.awaited or not range_.grants or range_.viewed:
             return
         for memory, start, end in range_.physical(low, high):

@@ -122,7 +122,7 @@ class Poison:
 _WAITED = threading.Event()
 """Set when the host waits, so that delayed copies continue."""
 _LONGEST_DELAY = 0.02
-"""Longest delay of a copy in seconds. The host may wait for the copy in a way that the checker is not told of, and a
+"""Longest delay of a copy in seconds. The host may wait for the copy in a way that the checker does not record, and a
 longer delay would then hold up the program.
 """
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: _WAITED.wait(_LONGEST_DELAY) and None)

@@ -2,7 +2,7 @@
 
 A hazard is shown once for each pair of places in the program, because one wrong line in a loop is one fault. Later
 hazards with the same places are only counted. Nothing else is left out in silence. Each rule that leaves something out
-adds a note: an order is unknown, a table is full, or other code may have made calls that the checker is not told of.
+adds a note: an order is unknown, a table is full, or other code may have made calls that the checker does not record.
 The notes are printed at the end of the process. A run without hazards and without notes was checked completely.
 """
 

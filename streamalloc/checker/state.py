@@ -146,7 +146,7 @@ class State:
 
     def look(self) -> None:
         """Read the values in host memory for which streams wait, and query whether work of other libraries has ended.
-        Both can change without a call that the checker is told of.
+        Both can change without a call that the checker records.
         """
         if self.timeline.waiting:
             self.values.look()

@@ -1,7 +1,7 @@
 """Host threads, streams and captures by the handles of a driver, and questions to that driver.
 
 Other libraries may use their own streams, and streams whose handles they can get. They may order these streams, or make
-the host wait for them, by calls that the checker is not told of. So these streams count as ordered among each other.
+the host wait for them, by calls that the checker does not record. So these streams count as ordered among each other.
 The checker records an event after each operation in such a stream, except in default streams. Once the event is done,
 or at once if there is none, the host counts as having waited for the operation.
 """
@@ -46,19 +46,19 @@ def beside_captures(driver: Any) -> Iterator[None]:
 
 
 class ForeignStreams:
-    """Streams that other libraries may use. On a real driver the checker is not told of these libraries' calls."""
+    """Streams that other libraries may use. On a real driver the checker does not record these libraries' calls."""
 
     def __init__(self, driver: Any, timeline: Timeline) -> None:
         self._driver = driver
         self._timeline = timeline
         self._reachable: dict[TrackedStream, None] = {}
         self.calls_are_seen: bool = False
-        """Whether the checker is told of all calls of other libraries, because the driver is simulated."""
+        """Whether the checker records all calls of other libraries, because the driver is simulated."""
         self.is_there: bool = False
         """Whether another library has used a stream."""
         self.may_write: bool = False
-        """Whether other code has the handle of a stream, and may launch kernels on it by calls that the checker is not
-        told of.
+        """Whether other code has the handle of a stream, and may launch kernels on it by calls that the checker does
+        not record.
         """
         self.pending: dict[TrackedStream, deque[tuple[int, Any]]] = {}
         """For each stream: its operations that may not have ended, as tuples of time and the event recorded after the
@@ -70,11 +70,11 @@ class ForeignStreams:
         """Number of threads that are querying events without holding the lock."""
 
     def is_ours(self, stream: TrackedStream) -> bool:
-        """Whether only calls that the checker is told of can use a stream.
+        """Whether only calls that the checker records can use a stream.
 
-        If the checker is not told of the calls of other libraries, the result is False for a stream whose handle these
+        If the checker does not record the calls of other libraries, the result is False for a stream whose handle these
         libraries can get. Once they have used any stream, the result is False for all streams, because they may wait
-        for the whole device. On a simulated driver the checker is told of all calls. Then the result is False only for
+        for the whole device. On a simulated driver the checker records all calls. Then the result is False only for
         streams that other libraries use or can get, and default streams count as ours until they are used.
         """
         reachable = stream in self._reachable
@@ -104,7 +104,7 @@ class ForeignStreams:
 
     def is_lent(self, stream: TrackedStream) -> None:
         """Record that other code has the handle of ``stream``, and may launch kernels on it by calls that the checker
-        is not told of.
+        does not record.
         """
         if not self.may_write:
             self.may_write = True

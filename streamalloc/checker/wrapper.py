@@ -1,8 +1,8 @@
 """The recorder, which applies the rule of each driver call to the state, and the checked driver, which reports its
 calls to the recorder.
 
-A recorder is told of calls in five ways (feeds). Each changes the state in its turn (:class:`_Turn`), and delivers
-hazards after that:
+A recorder gets calls in five ways (feeds). Each changes the state in its turn (:class:`_Turn`), and delivers hazards
+after that:
 
 * :class:`CheckedDriver` calls :meth:`Recorder.begin_call` and :meth:`Recorder.end_call` around each call that it
   forwards. A hazard that raises before the call prevents the call.
@@ -409,8 +409,8 @@ class Recorder:
     @_notification()
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         """Record that queued work writes elements of type ``dtype``. ``write=False``: the host reads elements as this
-        type, which is compared with the recorded types, unless other code may launch kernels that the checker is not
-        told of.
+        type, which is compared with the recorded types, unless other code may launch kernels that the checker does not
+        record.
         """
         if write:
             self.state.types.wrote(address, nbytes, dtype, self.state.place())
