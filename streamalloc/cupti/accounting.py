@@ -122,8 +122,8 @@ class Moment(NamedTuple):
     """Bytes that the process uses, by device ordinal, as NVML reports them. Empty if the driver was not asked at this
     time.
 
-    If NVML does not tell the bytes of this process: the bytes that all processes have taken since the account began. If
-    NVML did not list the device then: all used bytes of the device.
+    If NVML does not report the bytes of this process: the bytes that all processes have taken since the account began.
+    If NVML did not list the device then: all used bytes of the device.
     """
 
     @property

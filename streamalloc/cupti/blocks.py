@@ -66,8 +66,8 @@ def kernel_of(launch: DriverCall) -> Kernel:
 def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
     """Return the addresses among the arguments of a kernel launch.
 
-    If the driver does not tell the arguments, returns the first address of each tensor of the PyTorch operator, or None
-    if no such tensors are known.
+    If the driver does not report the arguments, returns the first address of each tensor of the PyTorch operator, or
+    None if no such tensors are known.
     """
     if launch.pointers is None and launch.operands:
         return tuple(operand[0] for operand in launch.operands)

@@ -172,7 +172,7 @@ class Process:
         """Process number by which NVML lists this process, by UUID of the GPU; found by :meth:`figures`."""
 
     def figures(self) -> dict[str, int]:
-        """Return the bytes of this process, by UUID of the GPU. A GPU is left out if NVML does not tell these bytes."""
+        """Return the bytes of this process, by UUID of the GPU, without GPUs whose bytes NVML does not report."""
         found = {}
         for name, gpu in gpus().items():
             before = self._before.get(name, Gpu(0, {}))

@@ -66,7 +66,7 @@ class _Seen:
     """
 
     is_simulated = True
-    """True, as for a simulated machine: the checker is told of the calls of all libraries."""
+    """True, as for a simulated machine: the checker records the calls of all libraries."""
 
     def __init__(self) -> None:
         self.context = 0
@@ -150,7 +150,7 @@ class Check:
         self._recorder = Recorder(self._seen, "report")
         self._seen.addresses = self._recorder.state.addresses
         self._recorder.state.on_use = self._used
-        # The driver does not tell which bytes a kernel writes, so any kernel may write.
+        # The driver does not report which bytes a kernel writes, so any kernel may write.
         self._recorder.state.streams.foreign.may_write = True
         self._libraries = Libraries(stacks=None, most_entries=_FEW_ENTRIES)
         self._blocks = Blocks(self._recorder.state)

@@ -1,6 +1,6 @@
 """Kernels: their names, the pointers among the arguments of a launch, and which of these pointers the kernel writes to.
 
-The driver tells the bytes of the arguments and not their types. So each aligned word of 8 bytes that may be a device
+The driver reports the bytes of the arguments and not their types. So each aligned word of 8 bytes that may be a device
 address counts as a pointer. Which pointers a kernel writes to is known only if its library has a convention:
 
 * PyTorch's element-wise kernels have the output as the first pointer (two outputs as the first two), and its reductions
@@ -38,7 +38,7 @@ _LOWEST, _HIGHEST = 1 << 32, 1 << 49
 class Kernel(str):
     """Mangled name of a kernel. The attributes say how to read the arguments of its launches.
 
-    ``sizes``: bytes of each argument; None if the driver does not tell the sizes.
+    ``sizes``: bytes of each argument; None if the driver does not report the sizes.
     """
 
     def __new__(cls, name: str, sizes: list[int] | None) -> Kernel:
@@ -61,7 +61,7 @@ class Kernel(str):
     what: str
     """"kernel" and the C++ name without arguments, for reports."""
     is_known: bool
-    """Whether a convention tells which pointers the kernel writes to."""
+    """Whether a convention determines which pointers the kernel writes to."""
     _written: tuple[re.Match[str], Callable[[Addresses, re.Match[str]], Addresses]] | None
     """Match of a convention's pattern, and the function that returns the written pointers; None if no convention
     matches.
@@ -84,9 +84,9 @@ class Kernel(str):
     def pointers(self, params: int, columns: int, rows: int) -> Addresses | None:
         """Return the pointers among the arguments of a launch; None if the arguments cannot be read.
 
-        They cannot be read if the driver does not tell their sizes, or if the launch passes the arguments as one block
-        (``CU_LAUNCH_PARAM_BUFFER_POINTER``). ``params`` is ``kernelParams`` of ``cuLaunchKernel``; ``columns`` and
-        ``rows`` are ``gridDimX`` and ``gridDimY``.
+        They cannot be read if the driver does not report their sizes, or if the launch passes the arguments as one
+        block (``CU_LAUNCH_PARAM_BUFFER_POINTER``). ``params`` is ``kernelParams`` of ``cuLaunchKernel``; ``columns``
+        and ``rows`` are ``gridDimX`` and ``gridDimY``.
         """
         if self._parts == [] and self._lists is None:
             return ()
@@ -262,7 +262,7 @@ class Kernels:
 
 
 def _sizes(function: int, context: int) -> list[int] | None:
-    """Return the size in bytes of each argument of a kernel; None if the driver does not tell the sizes."""
+    """Return the size in bytes of each argument of a kernel; None if the driver does not report the sizes."""
     cuda.cuCtxSetCurrent(cuda.CUcontext(context))
     # The handle of a launch may be a CUkernel or a CUfunction, so both functions are tried.
     for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):

@@ -3,7 +3,7 @@
 CUPTI gives a callback the address of a struct with the arguments of the call, in their order. From the bindings come
 the types of the arguments (the C signature of each function) and the names of the inputs (the Python function). All
 other arguments are pointers through which the driver answers. So there is no table of functions to maintain. Only the
-sizes of structs in arrays are listed here (``_ELEMENTS``), because the bindings do not tell them.
+sizes of structs in arrays are listed here (``_ELEMENTS``), because the bindings do not report them.
 """
 
 from __future__ import annotations

@@ -118,10 +118,10 @@ class Operators:
         """Return the tensors of the PyTorch operator that ``thread`` runs, for a kernel that this thread launches.
 
         The list is empty if the thread runs no operator; if the operator may use only parts of its tensors; if it takes
-        lists of tensors, and a convention tells what the kernel writes; and if a tensor is of an unknown class, or
+        lists of tensors, and a convention determines what the kernel writes; and if a tensor is of an unknown class, or
         cannot tell its address.
 
-        If the driver does not tell the kernel's arguments (``pointers`` is None), and the operator returns only new
+        If the driver does not report the kernel's arguments (``pointers`` is None), and the operator returns only new
         tensors, the new tensors are added to the returned list when the operator ends, unless the list is empty.
         """
         running = self._running.get(thread)
@@ -131,7 +131,7 @@ class Operators:
         if function not in self._schemas:
             self._schemas[function] = _schema(function)
         schema = self._schemas[function]
-        # A list may have thousands of tensors, and to read them all takes long. If a convention tells which pointers
+        # A list may have thousands of tensors, and to read them all takes long. If a convention determines which pointers
         # the kernel writes to, the tensors are not needed.
         if schema is None or (schema.has_lists and kernel.is_known):
             return []

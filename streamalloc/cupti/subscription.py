@@ -89,8 +89,7 @@ class DriverCall(NamedTuple):
     kernel: str = ""
     """Mangled name of the launched kernel; empty for other calls."""
     pointers: tuple[int, ...] | None = ()
-    """Values among a kernel's arguments that may be device addresses; None if the driver does not tell the
-    arguments.
+    """Values among a kernel's arguments that may be device addresses; None if the driver does not report the arguments.
     """
     operands: Operands | tuple[()] = ()
     """Tensors of the PyTorch operator that launches the kernel: address of the first byte, address after the last byte,

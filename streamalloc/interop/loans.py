@@ -203,7 +203,7 @@ class Borrowed(Memory, Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the array was released by :meth:`close`."""
+        """Whether :meth:`close` has released the array. Uses then raise :class:`ClosedError`."""
         return self._keep is None
 
     def close(self) -> None:

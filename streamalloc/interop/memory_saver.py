@@ -119,7 +119,8 @@ class TorchMemorySaver:
         Raises
         ------
         TypeError, ValueError
-            An argument is not allowed.
+            ``tag`` is no ``str``, both backups are True, or ``cpu_backup_backend`` has another value or no
+            ``enable_cpu_backup``.
         RuntimeError
             PyTorch's option ``expandable_segments`` is on.
         ModuleNotFoundError

@@ -47,7 +47,7 @@ def use(*sources: AllocatorSource) -> Bridge:
 class NumbaCallback(Bridge):
     """Bridge that replaces Numba's memory manager. :func:`use` returns such a bridge.
 
-    Numba does not tell which stream will use the memory. So memory is allocated on the legacy default stream. Numba's
+    Numba does not report which stream will use the memory. So memory is allocated on the legacy default stream. Numba's
     streams are blocking streams, so their later work comes after the allocation. A non-blocking stream of another
     library must wait for the legacy default stream.
 

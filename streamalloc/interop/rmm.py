@@ -10,8 +10,8 @@ from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources,
 
 __all__ = ["resource", "use"]
 
-# Resources that are never freed. RMM keeps raw pointers to the resources and to their callbacks, and does not tell when
-# it last uses them.
+# Resources that are never freed. RMM keeps raw pointers to the resources and to their callbacks, and does not report
+# when it last uses them.
 _kept: list[object] = []
 
 
