@@ -676,7 +676,8 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> _
     known = pointer_attributes(span.address, driver=driver)
     device = known.device
     if known.kind is MemoryKind.DEVICE and device is None:
-        # The driver tells no device for an address of mapped memory, so the device is read from the allocation handle.
+        # The driver reports no device for an address of mapped memory, so the device is read from the allocation
+        # handle.
         device = _device_of(PhysicalMemory.at(span.address, driver=driver))
     if known.kind is not MemoryKind.DEVICE or device is None:
         raise ValueError(f"{thing!r} is not device memory of this process, but {known.kind.value} memory")

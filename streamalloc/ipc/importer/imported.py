@@ -532,7 +532,7 @@ class ImportedArray(TypedView[Any], Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the array was closed."""
+        """Whether :attr:`owner` was closed, and so the array. Uses then raise :class:`ClosedError`."""
         return self._parent.closed
 
     def close(self, stream: StreamLike | None = None) -> None:

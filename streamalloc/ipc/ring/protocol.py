@@ -174,7 +174,7 @@ class RingEnd(Closes, Shown):
     __slots__ = ("__weakref__", "_ending", "_session", "slot_bytes", "slots")
 
     slot_bytes: int
-    """Largest size of an item in bytes."""
+    """Largest size of an item in bytes. :meth:`RingProducer.put` refuses a larger one."""
     slots: int
     """Number of slots of the ring."""
 

@@ -59,8 +59,8 @@ class Ring:
         Raises
         ------
         TypeError, ValueError
-            An argument has a wrong type, a size is out of range, or the pool's memory cannot be shared; the message has
-            the reason.
+            ``slot_bytes`` is 0 or no size, ``slots`` is not 1 to 256, ``stream`` is not of the pool's driver, or
+            ``pool`` is no pool or its memory cannot be shared.
         OutOfMemoryError
             The pool has not enough memory for the slots.
         CaptureError

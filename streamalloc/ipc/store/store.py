@@ -158,7 +158,8 @@ class Store(Closes):
     def __init__(self, name: str, *, driver: Driver | None = None) -> None:
         self.name: str = name
         self.closed: bool = False
-        """Whether this client was closed."""
+        """Whether this client was closed. Then its calls raise ClosedError; writers and weights that are open continue.
+        """
         self._driver = driver
         self._path = socket_path(name)
         # A connection is made and closed, so that StoreGoneError is raised if no server runs.
@@ -241,7 +242,8 @@ class Store(Closes):
         StoreFullError, OutOfMemoryError
             With ``like``: there is no memory for an epoch of this size.
         TypeError, ValueError
-            ``metadata`` is not JSON, or is larger than 1 MiB; or another argument is not allowed.
+            ``metadata`` is not JSON, or is larger than 1 MiB. Or ``key``, ``device``, ``stream``, ``group``,
+            ``handle_types`` or ``like`` is not as above.
         ClosedError
             This client or ``stream`` was closed.
         CudaError
@@ -293,7 +295,7 @@ class Store(Closes):
         StoreGoneError
             The server has ended.
         TypeError, ValueError
-            An argument has a wrong type or value.
+            ``key``, ``device``, ``at``, ``stream`` or ``layout`` is not as above.
         CaptureError
             Copies of the writer are pending, and ``stream`` cannot wait for them, because it is being captured.
         ClosedError

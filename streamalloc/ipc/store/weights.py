@@ -280,7 +280,7 @@ class Weights(Tensors, Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the weights were closed."""
+        """Whether the weights were closed. Uses of the views then raise :class:`ClosedError`."""
         return self.range.closed
 
     @property

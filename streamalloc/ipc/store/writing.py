@@ -284,7 +284,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
     @property
     def closed(self) -> bool:
-        """Whether the epoch was committed or aborted, or the connection has ended."""
+        """Whether the epoch was committed or aborted, or the connection was closed; then it cannot be changed."""
         return self._connection.closed or self.epoch > 0
 
     def commit(self) -> None:

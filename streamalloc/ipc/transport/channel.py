@@ -129,15 +129,15 @@ def admitted(connection: socket.socket) -> Peer:
 
 
 PACKET_DATA = 64 * 1024
-"""Largest size of the data in one packet, in bytes."""
+"""Largest size of the data in one packet, in bytes. The data of a larger message are sent in a sealed file."""
 PACKET_HANDLES = 64
-"""Largest number of file descriptors in one packet."""
+"""Largest number of file descriptors in one packet. More are sent in several packets."""
 MAX_DATA = 1 << 24
-"""Largest size of the data in one message, in bytes."""
+"""Largest size of the data in one message, in bytes. :meth:`Channel.send` refuses more."""
 MAX_HANDLES = 4096
-"""Largest number of file descriptors in one message."""
+"""Largest number of file descriptors in one message. :meth:`Channel.send` refuses more."""
 MAX_FILE = 32 << 20
-"""Largest size of a sealed file from another process, in bytes."""
+"""Largest size of a sealed file from another process, in bytes. A larger file is not read."""
 
 
 class ProtocolError(ValueError):
@@ -352,7 +352,7 @@ class _SocketOwner(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether this end was closed in this process."""
+        """Whether this end was closed in this process. Its calls then raise :class:`ClosedError`."""
         return self._socket.fileno() < 0
 
     def _was_closed(self) -> ClosedError:

@@ -532,7 +532,7 @@ class _Group(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the communicator was closed, or a call has failed."""
+        """Whether the communicator was closed, or a call has failed: later calls raise :class:`ClosedError`."""
         return bool(self._ended)
 
     def close(self) -> None:
