@@ -237,8 +237,8 @@ class Buffer(Memory, Closes):
             buffer is used. ``"this"``: the buffer becomes the owner. It frees memory of a pool in stream order
             (``cuMemFreeAsync``), and other memory after the host has waited for the stream (``cuMemFree``,
             ``cuMemFreeHost``). A dropped buffer frees the memory, too, but the host does not wait. Do not give
-            ``"this"`` for memory of ``cuMemHostRegister``: the driver does not tell such memory from other host memory,
-            and cannot free it.
+            ``"this"`` for memory of ``cuMemHostRegister``: the driver does not distinguish such memory from other host
+            memory, and cannot free it.
         stream
             The stream of operations for which the caller names no stream; the caller orders it after the work that
             writes the memory. Default: the default stream of the memory's device.

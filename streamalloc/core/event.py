@@ -181,7 +181,7 @@ class Event(Closes, Shareable, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether :meth:`close` was called. Then all uses raise :class:`ClosedError`."""
         return self._raw is None
 
     def _checked_raw(self) -> Any:

@@ -89,7 +89,7 @@ class Graph(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called, also by the end of a ``with`` block."""
+        """Whether :meth:`close` was called, also by the end of a ``with`` block. Launches then raise ClosedError."""
         return self._closed
 
     @property

@@ -7,7 +7,7 @@ other object its ``id``: an entry that is found is valid. PyTorch makes a new ob
 own streams, so its entries are found by handle and device. No weak references refer to PyTorch's objects: PyTorch 2.x
 frees its objects without clearing weak references, and the interpreter crashes at exit.
 
-What this module knows of the libraries. The driver tells the device of a stream that is not a null stream:
+What this module knows of the libraries. The driver reports the device of a stream that is not a null stream:
 
 ===================  ============================  ================  ==================================  ==============
 Stream of            Its handle by                 Null stream's     Asked before each call whether the  Key in the

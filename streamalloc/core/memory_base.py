@@ -282,7 +282,7 @@ class Migrating(MemoryBase):
         Parameters
         ----------
         advice
-            The advice; its name tells whether it is set or unset.
+            The advice; its name shows whether it is set or unset.
         location
             The preferred location, or the device or host that accesses the memory. None for SET_READ_MOSTLY,
             UNSET_READ_MOSTLY and UNSET_PREFERRED_LOCATION.

@@ -231,7 +231,7 @@ class Fd(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the descriptor was closed, or :meth:`detach` was called."""
+        """Whether the descriptor was closed, or :meth:`detach` was called. :meth:`fileno` then raises ClosedError."""
         return self._number < 0
 
     def detach(self) -> int:

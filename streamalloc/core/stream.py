@@ -219,7 +219,7 @@ class Stream(Closes, Shown):
     is_default: bool = False
     """Whether this is a default stream of the device (legacy or per-thread)."""
     sees_all_work: bool = False
-    """Whether a query of the stream covers all work that the stream's later work waits for."""
+    """Whether ``cuStreamQuery`` covers all work that the stream's later work waits for."""
     last: Sequence[Event] = ()
     """One event after all work of a closed or dropped stream of ours. If the event is closed, it has completed. Empty
     if the stream is open or the record failed.
@@ -244,7 +244,7 @@ class Stream(Closes, Shown):
         self._capture: Capture | None = None
         """The capture by this package that the stream takes part in."""
         self.capturable = capturable
-        """Whether other code may capture the stream: only the driver then tells whether a capture is under way."""
+        """Whether other code may capture the stream: only the driver then reports whether a capture is under way."""
         self._closed = True
         self._spare = Spares()
         self._in_use = RLock()
@@ -428,7 +428,7 @@ class Stream(Closes, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called, or the stream's library closed it. False for default streams."""
+        """Whether :meth:`close` was called, or the stream's library closed it. New work then raises ClosedError."""
         return self._closed
 
     @property

@@ -285,7 +285,7 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` or :meth:`abandon` has released the memory."""
+        """Whether :meth:`close` or :meth:`abandon` has released the memory. Uses then raise ClosedError."""
         return not self._resources.made
 
     # -- memory ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ class GrantsAccess(Allocator):
     _end: PoolEnd | None
     """Queue item that destroys the pool; None if this object does not own the pool."""
     closed: bool
-    """Whether the pool was closed."""
+    """Whether the pool was closed: new allocations raise ClosedError. Its buffers stay valid until they are freed."""
 
     def checked_raw(self) -> Any:
         """Return the ``CUmemoryPool``. Raises :class:`ClosedError` if the pool was closed."""

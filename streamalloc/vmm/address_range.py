@@ -63,7 +63,7 @@ class AddressRange(OwnsNode, Drawn):
     alignment
         Alignment of the first address in bytes, a power of two; 0 for the driver's choice.
     address
-        Preferred first address, a multiple of the same granularity; 0 for none. :attr:`honoured` tells whether the
+        Preferred first address, a multiple of the same granularity; 0 for none. :attr:`honoured` shows whether the
         driver used this address.
     driver
         The driver to use; default: the result of :func:`streamalloc.driver.default`.
@@ -568,7 +568,7 @@ class Mapping(RangeView, Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the memory was unmapped."""
+        """Whether the memory was unmapped. Uses of its addresses then raise :class:`ClosedError`."""
         return self._mapped.gone
 
     @property
@@ -708,7 +708,7 @@ class OwnsRange(Memory, Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the object was closed."""
+        """Whether the object was closed. Uses then raise :class:`ClosedError`."""
         return self.range.closed
 
     @property

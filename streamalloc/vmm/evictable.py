@@ -103,12 +103,14 @@ class Evictable(OwnsRange, Claimable):
 
     @property
     def frozen(self) -> bool:
-        """Whether :meth:`SleepGroup.freeze` has made the buffer read-only."""
+        """Whether :meth:`SleepGroup.freeze` has made the buffer read-only. Fills and copies to it then raise
+        :class:`CudaError`.
+        """
         return self._frozen
 
     @property
     def evicted(self) -> bool:
-        """Whether the buffer is evicted, so that its bytes cannot be used."""
+        """Whether the buffer is evicted. Until it is restored, uses of its bytes raise :class:`EvictedError`."""
         return self.eviction is not None
 
     def begin_eviction(self, entries: Sequence[MappedBytes], backup: Backup | None) -> None:

@@ -88,7 +88,7 @@ class GrowableBuffer(VirtualBuffer):
     OutOfMemoryError
         There is not enough memory for ``nbytes``.
     TypeError, ValueError
-        An argument is not allowed; the message names the argument.
+        ``capacity`` is 0 or less than ``nbytes``. Or another argument is not as above; the message names it.
     ClosedError
         ``stream`` was closed.
     NotSupportedError, NotPermittedError, InvalidValueError
@@ -248,7 +248,7 @@ def stripe(
         A device has too little memory, or the process has no addresses left. All memory and addresses are released.
     TypeError, ValueError
         ``devices`` is empty, names a device twice or has something else than devices. Or ``nbytes`` is 0 or not a size,
-        or another argument is not allowed.
+        or ``access``, ``handle_types`` or ``stream`` is not as above.
     ClosedError, NotSupportedError, NotPermittedError
         As for :class:`GrowableBuffer`.
 

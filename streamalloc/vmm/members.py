@@ -44,7 +44,7 @@ class Members(Closes, Claimable):
         self.location: MemLocation = device.location
         """Location of the memory of :meth:`allocate`."""
         self.closed: bool = False
-        """Whether :meth:`close` was called."""
+        """Whether :meth:`close` was called. Then :meth:`allocate`, :meth:`sleep` and :meth:`wake` raise ClosedError."""
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
         """Tag of each buffer. A buffer that is dropped leaves the group."""
@@ -145,7 +145,7 @@ class Members(Closes, Claimable):
 
     @property
     def asleep(self) -> bool:
-        """Whether at least one buffer of the group is asleep."""
+        """Whether at least one buffer of the group is asleep: uses of its bytes raise :class:`EvictedError`."""
         return any(buffer.evicted for buffer in self.buffers)
 
     @property
@@ -395,8 +395,8 @@ class Tagged:
         self._session = session_of(group)
 
     def allocate(self, nbytes: int | str, stream: StreamLike | None = None) -> VirtualBuffer:
-        """Allocate a buffer of ``nbytes`` bytes with the tag. ``stream`` and errors as for
-        :meth:`SleepGroup.allocate`.
+        """Allocate a buffer of ``nbytes`` bytes with the tag. ``stream``: stream of operations for which the caller
+        names no stream. Raises the errors of :meth:`SleepGroup.allocate`.
         """
         return self.group.allocate(nbytes, stream, tag=self.tag)
 

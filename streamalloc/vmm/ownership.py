@@ -225,7 +225,7 @@ class OwnsNode(Closes, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether the object was closed."""
+        """Whether the object was closed. Calls that need it then raise :class:`ClosedError`."""
         node = self._node
         return node._raw is None or node.given_up
 

@@ -266,7 +266,7 @@ class PhysicalMemory(GenericAllocation):
     handle_types
         Handle types with which the memory can be exported to other processes.
     compressible
-        Whether to request compressible memory. :attr:`compressible` tells whether the driver granted the request.
+        Whether to request compressible memory. :attr:`compressible` is True if the driver granted the request.
     gpu_direct_rdma
         Whether other PCIe devices may access the memory.
     tile_pool

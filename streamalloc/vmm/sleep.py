@@ -373,7 +373,7 @@ class SleepGroup(Members):
         OSError
             There is no file for a tag (FileNotFoundError), or a file cannot be read.
         TypeError, ValueError
-            The backup is no :class:`DiskTier`, or another argument is not allowed, as for :meth:`sleep`.
+            The backup is no :class:`DiskTier`, or ``tags``, ``stream`` or ``after`` is not as for :meth:`sleep`.
         InUseError
             A buffer is frozen, or as for :meth:`sleep`.
         KeyError, ClosedError, CaptureError, CudaError

@@ -108,7 +108,7 @@ class TilePool(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether :meth:`close` was called. :meth:`SparseArray.map` then raises ClosedError."""
         return self.memory.closed
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class SparseArray(OwnsNode):
         self.device: Device = device
         """Device of the array."""
         self.deferred: bool = bool(deferred)
-        """Whether the array is only mapped as a whole."""
+        """Whether the array is only mapped as a whole (``region`` None)."""
         self.shape: tuple[int, ...] = tuple(checked_number("shape", extent) for extent in shape)
         """Shape of level 0 in elements, including layers."""
         self.dtype: np.dtype[Any] = np.dtype(dtype)

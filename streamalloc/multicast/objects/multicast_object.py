@@ -151,7 +151,7 @@ class MulticastObject(GenericAllocation):
     Raises
     ------
     TypeError
-        An argument has a wrong type.
+        ``nbytes``, ``num_devices`` or ``handle_types`` has a wrong type.
     ValueError
         ``nbytes`` is 0 or, without ``round_up``, no multiple of the granularity. Or ``num_devices`` is less than 1, or
         a handle type exists only on Windows.
@@ -271,8 +271,8 @@ class MulticastObject(GenericAllocation):
         NotSupportedError
             No visible device supports multicast objects.
         TypeError, ValueError
-            An argument has a wrong type, ``handle`` is certainly no exported handle, ``num_devices`` is less than 1, or
-            ``nbytes`` is not a multiple of the minimum granularity (:meth:`granularity`).
+            ``handle`` is certainly no exported handle, ``num_devices`` is less than 1, ``nbytes`` is not a multiple of
+            the minimum granularity (:meth:`granularity`), or one of them or ``handle_types`` has a wrong type.
         ClosedError, CudaError
             The :class:`Fd` was closed, or the driver refuses the handle.
         """
@@ -571,7 +571,7 @@ class Binding(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the memory was unbound."""
+        """Whether the memory was unbound, by :meth:`close` or by the end of the object."""
         return self._node.gone
 
     def close(self, after: After = None) -> None:

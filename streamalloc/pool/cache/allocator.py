@@ -195,7 +195,9 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called, or the pool was closed."""
+        """Whether :meth:`close` was called, or the pool was closed: new allocations raise ClosedError. Buffers stay
+        valid.
+        """
         return self._state.closed
 
     def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
@@ -356,7 +358,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         """Return whether an allocation of ``nbytes`` bytes on ``ordered``, which is not being captured, may be served
         from the cache.
         """
-        # With cached memory, a checked driver could not tell which use belongs to which allocation.
+        # With cached memory, a checked driver could not determine which use belongs to which allocation.
         if not nbytes or self._state.session.listener is not None:
             return False
         # If no owner keeps a library's stream alive, the stream can end without notice, and the driver may give its

@@ -110,11 +110,11 @@ class PageArena(Closes):
         self.page_size: int = physical.nbytes
         """Size of a page in bytes."""
         self.limit: int | None = physical.limit
-        """Largest number of bytes of all physical pages; None for no limit."""
+        """Largest number of bytes of all physical pages; None: no limit. A commit beyond it raises OutOfMemoryError."""
 
     @property
     def closed(self) -> bool:
-        """Whether the arena was closed."""
+        """Whether the arena was closed. It makes no more spaces or pages: these calls raise ClosedError."""
         return self._physical.closed
 
     def space(self, nbytes: int | str, *, stream: StreamLike | None = None) -> PageSpace:

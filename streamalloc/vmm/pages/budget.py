@@ -98,7 +98,7 @@ class PageBudget(Closes):
     """
 
     limit: int
-    """Largest number of bytes of the pages of all processes together."""
+    """Largest number of bytes of the pages of all processes together. A commit beyond it raises OutOfMemoryError."""
 
     def __init__(
         self,

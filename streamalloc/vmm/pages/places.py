@@ -289,7 +289,7 @@ class Places(MappedBytes):
 
     def notify(self, places: Iterable[int], *, released: bool) -> None:
         """Notify a checked driver that ``places`` were ``released``, or that they are used again. The pages stay
-        mapped, so no driver call tells the checker.
+        mapped, so no driver call shows this to the checker.
         """
         listener = self.physical.session.listener
         if listener is not None:

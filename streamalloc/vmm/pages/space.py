@@ -167,7 +167,7 @@ class SpaceMemory(OwnsRange):
 
     @property
     def closed(self) -> bool:
-        """Whether the space was closed."""
+        """Whether the space was closed. Uses then raise :class:`ClosedError`."""
         return self.range.closed or self._places.given_up
 
     def check_usable(self) -> None:

@@ -557,7 +557,9 @@ class BlockTier(Tier, Closes):
         self.device: Device = device
         """Device of the memory that is stored in the tier."""
         self.closed: bool = False
-        """Whether the tier was closed."""
+        """Whether the tier was closed: it takes no more bytes (ClosedError). Stored bytes stay until they are read
+        back.
+        """
         self._limit = None if limit is None else checked_size("limit", limit)
         self._chunks: list[Chunk] = []
 

@@ -315,7 +315,7 @@ class DiskTier(BlockTier):
     Raises
     ------
     TypeError, ValueError
-        An argument is not allowed. The message names the argument.
+        ``device`` is no device, ``folder`` no path, ``limit`` no size, or ``block`` or ``threads`` is not as above.
     OSError
         The folder cannot be created.
     """
