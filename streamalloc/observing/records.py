@@ -146,7 +146,9 @@ class Phase:
         self.path: str = name if parent is None else f"{parent.path}/{name}"
         """Names of the enclosing phases and of this phase, such as ``"epoch/forward"``."""
         self.limit: int = limit
-        """Largest number of bytes that may be allocated at once; 0 for no limit."""
+        """Largest number of bytes allocated at once; 0: no limit. An allocation beyond it raises
+        :class:`OutOfMemoryError` before the driver call.
+        """
         self.began: int = time.time_ns()
         """Time of the beginning in nanoseconds (``time.time_ns``)."""
         self.ended: int | None = None

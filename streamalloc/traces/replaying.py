@@ -48,7 +48,7 @@ class Subject:
     out_of_memory: type[Exception] | tuple[type[Exception], ...] = MemoryError
     """The exception that the library raises if there is not enough memory."""
     reserved: Callable[[], int] | None = None
-    """Function that returns the bytes reserved from the driver; None if the library does not tell."""
+    """Function that returns the bytes reserved from the driver; None if the library does not report them."""
     calls: Callable[[], int] | None = None
     """Function that returns the number of driver calls so far; None if calls are not counted."""
     begin: Callable[[], object] = lambda: None
