@@ -66,7 +66,7 @@ class TilePool(Closes):
 
     Memory of a tile that was unmapped on one stream can be mapped on another stream, which then waits for the unmap. ::
 
-        pool = vmm.TilePool(device, 2 << 20)
+        pool = vmm.TilePool(device, 2 << 20)  # PhysicalMemory(device, 2 << 20, tile_pool=True)
         with pool, vmm.SparseArray(device, (4096, 4096), np.float32) as array:
             array.map(pool, (slice(0, 128), slice(0, 128)), stream=stream)
 
