@@ -21,7 +21,7 @@ another library's     the library's object, if its users can close it        the
 * *The library's object:* the driver crashes on the handle of a destroyed stream.
 * *A capture by other code:* memory allocated in a capture belongs to the graph, and each launch writes this memory
   again. If it were handed out as memory of a pool, each launch would overwrite the bytes of a later owner. Only
-  ``cuStreamIsCapturing`` tells of a capture and leaves it valid; ``cuStreamGetId`` and ``cuStreamGetFlags`` invalidate
+  ``cuStreamIsCapturing`` reports a capture and leaves it valid; ``cuStreamGetId`` and ``cuStreamGetFlags`` invalidate
   it. A free need not ask: in a capture the driver refuses to free memory of a pool, and the capture stays valid.
 
 Three attributes are the state behind these questions:
@@ -33,7 +33,7 @@ Three attributes are the state behind these questions:
   otherwise None. It saves the call of the method: callers write ``stream.direct or stream.ready()``.
 * ``capturable`` is True if the driver has to be asked before an allocation (the third column).
 
-These names tell of captures. *The error* is CaptureError while a blocking stream is being captured: the driver then
+These names report captures. *The error* is CaptureError while a blocking stream is being captured: the driver then
 refuses to answer for the legacy stream.
 
 =========================  ==============================  ======================  =================  ==================

@@ -131,8 +131,8 @@ class Operators:
         if function not in self._schemas:
             self._schemas[function] = _schema(function)
         schema = self._schemas[function]
-        # A list may have thousands of tensors, and to read them all takes long. If a convention determines which pointers
-        # the kernel writes to, the tensors are not needed.
+        # A list may have thousands of tensors, and to read them all takes long. They are not needed if a convention
+        # determines which pointers the kernel writes to.
         if schema is None or (schema.has_lists and kernel.is_known):
             return []
         if found is None:

@@ -82,7 +82,7 @@ class DriverCall(NamedTuple):
     """
     place: Stack
     """At most 8 innermost frames of the program, without those of libraries; one for a launch. Calls of a C++ thread
-    have the frames of the main thread, late ones none.
+    have the frames of the main thread; late calls have no frames.
     """
     time: int
     """Time at which the call returned, in ns since the epoch; of a late call, at which it was passed on."""

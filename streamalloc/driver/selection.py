@@ -108,14 +108,15 @@ def simulated(
         Number of multicast objects that the simulated switch supports (128 on machines with eight H200).
     patience
         Seconds for which a bind or map of a multicast object waits until other processes and threads have added their
-        devices. After this time, or at once if there are no others, a ``DeadlockError`` names the missing devices.
+        devices. After this time, or at once if nothing else can add devices, a ``DeadlockError`` names the missing
+        devices.
     kernels
         Action for the launch of a kernel that has no Python function (:func:`streamalloc.testing.kernel`): ``"refuse"``
         raises :class:`NotImplementedError`, ``"ignore"`` does nothing.
     host
         Name of this machine among several machines of one IMEX domain (default: ``STREAMALLOC_HOST``, else it is the
-        only machine). Machines that differ only in this name have different devices. Each can import the others' fabric
-        handles of physical memory and multicast objects, and nothing else.
+        only machine). Machines that differ only in this name have different devices. From another machine they can
+        import fabric handles of physical memory and multicast objects, and nothing else.
 
     Raises
     ------
@@ -156,7 +157,7 @@ def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitia
       directly or by ``__cuda_array_interface__``. The host may have waited for any finished work on these streams.
     * Work on shared memory that other processes can wait for (an interprocess event, a value in shared memory,
       :func:`streamalloc.ipc.share`) comes before all later work of this process, because this process may have waited
-      for an answer of the others.
+      for an answer of the other processes.
     * Events and semaphores of other libraries come after all earlier work. So does a wait for a value in device memory
       that no call of this driver wrote, once the host has seen the waiting stream idle.
     * A copy from pageable host memory has read this memory when the call returns, except in graphs. The target is

@@ -485,9 +485,9 @@ class SymmetricMemory(Closes, Shown):
         ------
         SymmetricMemoryError
             A rank died, was not ready in time, or could not wait for its devices. This rank's resources are released
-            once its devices are idle. For this the call waits for the rest of the time, but at least one second; for
-            one second if there is no limit. Nothing is released if a device is still busy then, or if other code
-            captures a stream of one; that capture is then invalid.
+            once its devices are idle. For this the call waits until ``timeout`` has passed, but at least one second;
+            one second if there is no limit. If a device is still busy then, or if other code captures a stream of a
+            device, nothing is released; the capture is then invalid.
         CaptureError, TypeError, ValueError
             This package captures a stream, or ``timeout`` is negative or no number. Nothing was released or sent.
         CudaError

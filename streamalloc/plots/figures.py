@@ -222,7 +222,7 @@ def memory(of: Observer) -> Figure:
 
     :meth:`observing.Observer.plot` draws the same figure; :doc:`/05-one-pool` has an example. The figure begins with
     the first entry of the history (``history=`` of :func:`streamalloc.observing.observe`). Five tags or pools, those
-    with the highest peaks, have areas of their own; the area "other" has all the rest.
+    with the highest peaks, have areas of their own; the area "other" has the other bytes.
     """
     happened, phases = checked_type("of", of, Observer).history, [one for one in of.phases if one.ended is not None]
     starts = [one.time for one in happened] + [one.began for one in phases]

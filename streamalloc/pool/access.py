@@ -56,8 +56,8 @@ class GrantsAccess(Allocator):
         """Devices with access to the pool's memory, without the device that the memory is on (``cuMemPoolGetAccess``).
         Raises ClosedError if the pool was closed.
 
-        Assign devices or ordinals to grant access to exactly these devices, and to revoke the access of all others
-        (``cuMemPoolSetAccess``). The errors of an assignment are those of :meth:`set_access`.
+        Assign devices or ordinals to grant access to exactly these devices, and to revoke the access of all other
+        devices (``cuMemPoolSetAccess``). The errors of an assignment are those of :meth:`set_access`.
         """
         others = (one for one in Device.all(self._session.driver) if one.location != self.location)
         return frozenset(one for one in others if self.access(one) is not MemAccess.NONE)

@@ -125,7 +125,7 @@ class Trace:
 
     @property
     def allocations(self) -> int:
-        """Number of events that are allocations; the others are frees."""
+        """Number of events that are allocations; the other events are frees."""
         return sum(event.action == "allocate" for event in self.events)
 
     @property

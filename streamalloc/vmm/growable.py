@@ -229,7 +229,8 @@ def stripe(
     Parameters
     ----------
     devices
-        Devices of the memory, in the order of addresses. Each device must be able to access the memory of all others.
+        Devices of the memory, in the order of addresses. Each device must be able to access the memory of all other
+        devices.
     nbytes
         Size in bytes. Each device has the same share, rounded up to the granularity, so the last share may be larger
         than needed. The order ``stripe(nbytes, devices)`` is deprecated.

@@ -395,8 +395,8 @@ class SleepGroup(Members):
     def wake(
         self, *tags: str, stream: StreamLike | None = None, ranks: Ranks | None = None, timeout: float | None = None
     ) -> int:
-        """Restore all sleeping buffers, or those with these tags. Returns the number of bytes of device memory
-        allocated.
+        """Restore all sleeping buffers, or the sleeping buffers with these tags. Returns the number of bytes of device
+        memory allocated.
 
         The copies are stream-ordered: use the bytes on ``stream``, or after its work. Bytes that were not kept are
         undefined. The host waits while bytes are read from a disk, and for the copies of frozen buffers.

@@ -234,7 +234,7 @@ def share(
         After the open, these are kept until all importers have closed them and their work has ended: an array of
         another library in memory of ``cuMemAlloc`` or of a pool (until its whole allocation is closed), and a range
         with fabric handles, or an array in one. An array in mapped memory that was shared by file descriptors is not
-        kept: its library may reuse the memory, so keep the array while others use it.
+        kept: its library may reuse the memory, so keep the array while other processes use it.
     handle_type
         Of physical memory and ranges: ``POSIX_FILE_DESCRIPTOR`` or ``FABRIC``. Default: file descriptors if the memory
         was made with them, else fabric handles. Pools are shared by file descriptors only.

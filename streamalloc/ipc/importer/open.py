@@ -72,7 +72,7 @@ def open(
         The driver to use. Default: that of ``stream`` if that is a :class:`Stream`, else
         :func:`streamalloc.driver.default`.
     kind
-        The expected class, one of those below. Default: any class; type checkers then assume an
+        The expected class, one of the classes below. Default: any class; type checkers then assume an
         :class:`ImportedBuffer` or an :class:`ImportedRange`.
 
     Returns

@@ -206,7 +206,7 @@ class RingEnd(Closes, Shown):
         Raises
         ------
         CudaError
-            The driver refused a call. Later calls of the package attempt the rest of the work.
+            The driver refused a call. Later calls of the package attempt the remaining releases.
         ForkedProcessError
             This process is a forked child of the process that made the ring.
         """

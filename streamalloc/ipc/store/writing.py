@@ -180,9 +180,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """Allocate memory for all tensors at once: ``allocate_all({"norm": (8192, "bfloat16")})``. After an error no
         tensor is allocated.
 
-        If the mapped memory does not suffice, the rest is one new chunk for any number of tensors (``cuMemCreate``,
-        ``cuMemMap``). :doc:`/docs/guides/store` shows the time that this saves. Afterwards ``weights[name]`` is a view
-        of a tensor.
+        If the mapped memory does not suffice, the missing bytes are one new chunk for any number of tensors
+        (``cuMemCreate``, ``cuMemMap``). :doc:`/docs/guides/store` shows the time that this saves. Afterwards
+        ``weights[name]`` is a view of a tensor.
 
         Parameters
         ----------

@@ -117,9 +117,9 @@ class MulticastObject(GenericAllocation):
             view = team.map(access=devices)
             view.fill(7, stream)    # writes 2 MiB on every device
 
-    **Several processes.** One process creates the object and exports it (:meth:`export`). The others import it
-    (:meth:`from_handle`). Each process adds its devices and binds its memory. While a device is missing, the driver
-    would block in bind and map calls, so this class raises :class:`IncompleteTeamError` instead; see
+    **Several processes.** One process creates the object and exports it (:meth:`export`). The other processes import
+    the object (:meth:`from_handle`). Each process adds its devices and binds its memory. While a device is missing, the
+    driver would block in bind and map calls, so this class raises :class:`IncompleteTeamError` instead; see
     :meth:`mark_complete`.
 
     **Aliasing.** The object's mapping and the bound memory's own mapping give the same bytes two addresses. Within a
@@ -457,7 +457,7 @@ class MulticastObject(GenericAllocation):
         CaptureError
             A stream of ``after`` is being captured. Nothing was released.
         CudaError
-            The driver refused a call. Close again to release the rest.
+            The driver refused a call. Close again to release what is left.
         """
         if self.closed:
             return

@@ -412,7 +412,8 @@ class SwapSpace(SpaceMemory):
         Raises
         ------
         DamagedBackupError
-            A checksum of the tier differs. ``block`` is the index of the damaged page: swap in the others without it.
+            A checksum of the tier differs. ``block`` is the index of the damaged page: swap in the other pages without
+            this page.
         OutOfMemoryError, InUseError, ClosedError, CudaError, TypeError, ValueError
             As for :meth:`commit`. Or ``stream`` is not an open stream of this driver.
         OSError
@@ -736,7 +737,8 @@ class PageSpace(SwapSpace):
         """Have pages share the memory of committed pages in this space, or in another space of the same arena.
 
         A page and its counterpart then have the same bytes. The memory returns to the arena when the last page with
-        this memory is released. Call :meth:`make_private` before a page is written that should not change the others.
+        this memory is released. Call :meth:`make_private` before a page is written that should not change the other
+        pages.
 
         Parameters
         ----------

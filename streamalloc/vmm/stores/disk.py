@@ -284,7 +284,7 @@ class DiskTier(BlockTier):
     process ends. With ``persistent`` a file gets the name of its tag once it is complete. This file stays after the
     buffers have woken, until the next sleep replaces it. Another process can read it by :meth:`SleepGroup.resume`. Only
     one group at a time may use a folder with persistent files. A second group is not refused: each group wakes with its
-    own bytes, and the file that stays has those of the group that slept last.
+    own bytes, and the file that stays has the bytes of the group that slept last.
 
     :meth:`PageSpace.swap_out` and :meth:`save` store pages and blocks in unnamed files of at least 32 MiB, which are
     reused for later pages. These methods, :meth:`PageSpace.swap_in` and :meth:`load` block the host. ::

@@ -355,7 +355,7 @@ class HostTier(BlockTier):
             missing, at least 32 MiB are pinned.
         background
             Whether to return at once, while threads pin the memory. A sleep during that time uses memory that is pinned
-            already, and up to eight threads to pin the rest.
+            already, and up to eight threads to pin more.
         most_cores
             Largest number of threads; default: one for each core that the process may use, at most 8.
 
