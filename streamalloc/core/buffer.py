@@ -799,6 +799,9 @@ class GraphBuffer(Buffer):
         if not captured:
             self._ptr = pointer
 
+    def _kept_by_graphs(self) -> object:
+        return None
+
     def _access_hint(self, stream: Stream) -> str:
         return super()._access_hint(stream) or ("" if stream._capture else _NOT_ALLOCATED)
 

@@ -79,6 +79,7 @@ class Copyable(MemoryBase):
         ordered = self._ordered_on(stream)
         if count:
             self._await_on(ordered)
+            _keep_in_graph(ordered, self)
             wanted = self._at, number, count, ordered.checked_raw()
             hint = functools.partial(self._access_hint, ordered)
             ordered.in_context(self._session.call, _FILLS[width], *wanted, hint=hint)
@@ -300,8 +301,7 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
     session = stream._session
     for side in (target, source):
         side.ordered_before(stream)
-    if stream._capture is not None:
-        stream._capture.graph.kept += (target.keep, source.keep)
+    _keep_in_graph(stream, target.keep, source.keep)
     # The driver refuses copies of pool memory unless the stream's own context is current (programming guide,
     # "cudaMemcpyAsync Current Context/Device Sensitivity").
     here, owners = stream.device.ordinal, (target.ordinal, source.ordinal)
@@ -311,6 +311,15 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
     else:
         hint = functools.partial(access_hint, (target, source), stream)
         session.call_in(here, "cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)
+
+
+def _keep_in_graph(stream: Stream, *used: object) -> None:
+    """While this package captures ``stream``, have the graph keep the objects whose memory its next node uses. Each
+    launch uses the memory again.
+    """
+    if stream._capture is not None:
+        kept = [one._kept_by_graphs() if isinstance(one, MemoryBase) else one for one in used]
+        stream._capture.graph.kept += tuple(one for one in kept if one is not None)
 
 
 def access_hint(sides: Iterable[CopySide], stream: Stream) -> str:

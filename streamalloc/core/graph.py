@@ -57,7 +57,8 @@ class Graph(Closes):
         self._handle = HandleEnd(self._session, "cuGraphDestroy", None)
         self._executable = HandleEnd(self._session, "cuGraphExecDestroy", None)
         self.kept: tuple[object, ...] = ()
-        """Objects whose memory the copies of the graph use. The graph and its queued launches keep these objects alive.
+        """Objects whose memory the fills and copies of the graph use. The graph and its queued launches keep these
+        objects alive.
         """
         self._launches: Any = None
         """Item (:class:`~streamalloc.core.fence.KeptForWork`) that keeps ``kept`` for queued launches; None before the

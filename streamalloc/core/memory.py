@@ -436,6 +436,9 @@ class BufferView(Memory):
     def _read_only(self, on_host: bool) -> bool:
         return self._parent._read_only(on_host)
 
+    def _kept_by_graphs(self) -> object:
+        return self._parent._kept_by_graphs()
+
     def _kernels_may_use(self, blocks: Any, nbytes: int, write: bool) -> bool:
         return self._parent._kernels_may_use(blocks, nbytes, write)
 

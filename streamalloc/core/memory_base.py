@@ -180,6 +180,12 @@ class MemoryBase(Shareable, Shown, abc.ABC):
         yield "memory of", place(self.location)
         yield "stream", self.stream
 
+    def _kept_by_graphs(self) -> object:
+        """Return the object that a graph keeps alive because its nodes use the memory. None for memory of graphs, which
+        no drop frees: the graph would keep itself alive.
+        """
+        return self
+
     def _kernels_may_use(self, blocks: Any, nbytes: int, write: bool) -> bool:
         """Return whether kernels on the stream's device may use blocks of ``nbytes`` bytes at the addresses ``blocks``.
         ``write``: whether the kernels write to the blocks.

@@ -111,6 +111,35 @@ def test_a_launch_keeps_the_arrays_of_a_dropped_graph(
     assert alive() is None
 
 
+def test_a_graph_that_uses_its_own_memory_is_dropped(stream: sa.Stream, pool: sa.MemoryPool, kept: sa.Buffer) -> None:
+    with stream.capture() as graph:
+        inner = pool.allocate(64, stream)
+        inner[:8].fill(3)
+        inner.copy_from(kept)
+        kept.copy_from(inner)
+        inner.free()
+    graph.launch(stream)
+    dropped = weakref.ref(graph)
+    del graph, inner
+    assert dropped() is None
+
+
+def test_a_graph_keeps_the_buffers_that_it_fills(stream: sa.Stream, pool: sa.MemoryPool) -> None:
+    buffer = pool.allocate(64, stream)
+    with stream.capture() as graph:
+        buffer[8:16].fill(3)
+    address = buffer.address
+    del buffer
+    with graph, pool.allocate(64, stream) as other:
+        assert other.address != address
+        graph.launch(stream)
+        stream.synchronize()
+    assert pool.statistics().used == 64
+    del graph
+    stream.synchronize()
+    assert pool.statistics().used == 0
+
+
 class TestForeignMemory:
     def test_is_freed_on_another_stream(self, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> None:
         outside = pool.allocate(64, stream)
