@@ -182,6 +182,31 @@ def test_host_memory_is_used_at_execution_where_a_device_may_use_it(memory: Memo
         assert writing_waits(memory, pointer) != late
 
 
+@pytest.mark.parametrize("target", ["pinned", "granted", "pageable", "host pool"])
+def test_copies_from_host_to_host(memory: Memory, target: str) -> None:
+    """Memory of a host's pool counts as that of a device that may use it, and as pageable if none may."""
+    raw, rig = memory.raw, memory.rig
+    pool = rig.pool(location=HOST)
+    assert rig.grant(pool, (DEVICE, 0, READWRITE)) == "SUCCESS"
+    pools = {"granted": pool, "host pool": rig.pool(location=HOST)}
+    places = {name: [int(rig.allocate(one, 4096, memory.stream)) for _ in range(2)] for name, one in pools.items()}
+    places["pageable"] = [memory.pageable.ctypes.data + at for at in (0, 4096)]
+    places["pinned"] = [int(rig.pinned(4096)) for _ in range(2)]
+    value(raw.cuStreamSynchronize(memory.stream))
+    for name, (_, source) in places.items():
+        waits = target in ("pageable", "host pool") or "granted" not in (target, name)
+        ctypes.memset(source, 1, 4096)
+        gate = rig.gate()
+        gate.hold(memory.stream)
+        with gate.opening_after(0.03 if waits else 60):
+            value(raw.cuMemcpyAsync(places[target][0], source, 4096, memory.stream))
+            assert gate.is_open == waits, name
+            ctypes.memset(source, 2, 4096)
+        value(raw.cuStreamSynchronize(memory.stream))
+        late = not waits and name in ("granted", "pinned")
+        assert ctypes.string_at(places[target][0], 4096) == bytes([1 + late]) * 4096, name
+
+
 def test_only_a_copy_to_the_host_waits_and_for_blocking_streams(memory: Memory) -> None:
     """The calls without a stream: work of the legacy stream."""
     raw, blocking, host = memory.raw, memory.rig.stream(BLOCKING), np.zeros(64, np.uint8)
