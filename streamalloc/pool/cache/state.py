@@ -336,8 +336,6 @@ class CacheState(Deferred):
 
     def attempt(self) -> bool:
         self.closed = True
-        for block in list(self.blocks.values()):
-            block.home = None
         self.collect_dropped()
         for one in list(self.stream_caches.values()):
             # Stream caches that have ended are included: buffers may have been dropped since, and their blocks are free
