@@ -284,6 +284,14 @@ def test_handles_of_the_past_are_not_kept() -> None:
         assert not counts.owns("cuStreamDestroy", handle) and not counts._live
 
 
+def test_an_unmap_ends_the_mappings_that_begin_in_its_range() -> None:
+    counts, done = HandleCounts(), cuda.CUresult.CUDA_SUCCESS
+    for start in (3, 4, 15, 16):
+        counts.note("cuMemMap", (start,), (done,), False)
+    counts.note("cuMemUnmap", (4, 12), (done,), False)
+    assert counts.outstanding() == {"mapping": [3, 16]}
+
+
 def test_memory_of_a_graph_may_be_freed_and_is_not_counted() -> None:
     counts, params = HandleCounts(), cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
     params.dptr = 4096

@@ -9,8 +9,9 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.errors import undo_all
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.reports import here, lines, place_of
+from streamalloc.driver.reports import function_of, here, lines, place_of
 from streamalloc.driver.wrappers import Wrapper
 from tests.support import MiB, names
 
@@ -21,6 +22,7 @@ class TestTraced:
         answer = driver.cuDeviceGetCount()
         driver.cuInit(0)
         assert [(call.name, call.args) for call in driver.calls] == [("cuDeviceGetCount", ()), ("cuInit", (0,))]
+        assert len({*driver.calls}) == 2
         assert driver.calls[0].answer == answer and answer[0] == cuda.CUresult.CUDA_SUCCESS
 
     def test_prints(self, raw: Any) -> None:
@@ -193,8 +195,10 @@ def test_a_stack_is_shown_as_python_shows_one() -> None:
     def called() -> Any:
         return here()
 
-    stack, line = called(), called.__code__.co_firstlineno + 1
+    stack, line, stacks = called(), called.__code__.co_firstlineno + 1, list[Any]()
     assert lines(stack)[-2:] == [f'  File "{__file__}", line {line}, in called', "    return here()"]
+    undo_all([lambda: stacks.append(here())])
+    assert not function_of(stacks[0])  # The package has called the program.
     assert place_of(stack) == f"test_wrappers.py:{line}" and place_of(()) == "an unknown place"
 
 

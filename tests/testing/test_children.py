@@ -2,6 +2,7 @@
 
 import multiprocessing.forkserver
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +152,7 @@ def test_reports_of_names_that_are_no_text() -> None:
         test = ParentTest.from_text(os.environ[VARIABLE])
         test.report("check", os.fsdecode(b"\xff"))
         assert [text.splitlines()[1:] for text in found("check")] == [["\\udcff"]]
+        assert [oct(one.stat().st_mode) for one in Path(test.directory).iterdir()] == ["0o100600"]
 
 
 @pytest.mark.parametrize("variable", ["no number:check:/tmp", "1:check:/nowhere/at/all", "1"])

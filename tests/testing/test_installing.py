@@ -307,10 +307,14 @@ class TestRun:
         assert done.stderr.startswith("leak: device memory of 4 KiB") and done.stderr.count("leak: ") == 1
 
 
-def test_an_interpreter_without_bindings_runs_the_program(tmp_path: Path) -> None:
-    """Nothing there can be replaced."""
-    (tmp_path / "cuda.py").touch()  # another thing of this name
-    path = os.pathsep.join([str(tmp_path), str(Path(sd.__file__).with_name("startup"))])
+FORGET = "import os, sys; sys.path[:] = [one for one in sys.path if not os.path.isdir(one + '/streamalloc')]"
+
+
+@pytest.mark.parametrize(("name", "text"), [("cuda.py", ""), ("sitecustomize.py", FORGET)])
+def test_an_interpreter_without_bindings_or_package_runs_the_program(tmp_path: Path, name: str, text: str) -> None:
+    """Without bindings, nothing can be replaced. Without the package, it is that of the parent process."""
+    (tmp_path / name).write_text(text)
+    path = os.pathsep.join([str(Path(sd.__file__).with_name("startup")), str(tmp_path)])
     run = finished(python("print('runs')"), PYTHONPATH=path, STREAMALLOC_INSTALL="simulated")
     assert (run.stdout, run.stderr) == ("runs\n", "")
 
