@@ -372,7 +372,7 @@ def test_another_thread_gets_a_handle_during_its_end() -> None:
     assert calls.kinds() == ["race", *2 * ["access without a grant"]]
 
 
-@pytest.mark.parametrize("work", ["", "a kernel", "a decompression"])
+@pytest.mark.parametrize("work", ["", "a kernel", "a grid", "a decompression"])
 def test_work_that_may_have_written_anything(work: str) -> None:
     answers = Yes()
     driver: Any = sd.checked(answers, uninitialized=True)
@@ -384,6 +384,8 @@ def test_work_that_may_have_written_anything(work: str) -> None:
     source = driver.cuMemAllocFromPoolAsync(64, pool, stream)[1]
     if work == "a kernel":
         driver.cuLaunchKernel(None, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0)
+    elif work == "a grid":
+        driver.cuLaunchGridAsync(None, 1, 1, stream)
     elif work:
         driver.cuMemBatchDecompressAsync(SimpleNamespace(), 1, 0, stream)
     driver.cuMemcpyDtoDAsync(8 << 20, source, 64, stream)

@@ -39,7 +39,7 @@ def _box(b: Bench, order: int, nbytes: int, target: int, source: int, stream: An
 
 # Orders of a copy's source are 1, that of the stream; 2, during the call; 3, any.
 RAW_ACTS.update(batch=_batch, columns=_columns, box=_box)
-for _dtype in ("float32", "int32", "float64", "int64"):
+for _dtype in ("float16", "float32", "int32", "float64", "int64", "complex64"):
     THINGS[_dtype] = lambda b, dtype=_dtype: np.zeros(SIZE // np.dtype(dtype).itemsize, dtype)
 programs(
     """
@@ -93,6 +93,8 @@ uninitialized
     what_the_owner_before_has_written: x = new a; y = new a; fill x 1 a; - free x; - x = new a; copy_from y x a
 another type
     read_as_another_type: x = new a; f = float32; i = int32; copy_from x f a; copy_to x f|i a
+    complex_numbers_read_as_quarters: x = new a; c = complex64; f = float32; h = float16; copy_from x c a;
+        copy_to x f|h a
     copied_and_read_as_another_type: x = new a; y = new a; i = int64; f = float64; copy_from x i a; copy_from y x a;
         + fill y[8:] 0 a; copy_to y[8:] f[1:] a
 """

@@ -68,6 +68,8 @@ programs(
 race
     ordered_only_because_memory_was_reused: y = new c; synchronize c; x = new a; write y a; free x; finish_past_it a;
         + a > b; z = new b; write y b
+    ordered_by_the_second_of_two_blocks: y = new c; synchronize c; w = new b; x = new a; write y a; free w; free x;
+        finish_past_it a; finish_past_it b; + a > b; z = new b 8192; write y b
 """,
     portable=False,
 )

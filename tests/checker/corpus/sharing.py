@@ -44,6 +44,7 @@ race
         reduce t a
     reduced_while_a_replica_is_written: t = team; x = new a; a > b; r = replica t 1; at r b 16; + wait a b;
         load_reduce t x a
+    a_replica_is_read_while_it_is_reduced: t = team; reduce t a; + wait b a; r = replica t 0; look r b 64
     two_devices_store_through_the_object: t = team; p = peer; s = stream_of p; + reduce t a; + reduce t s; - store t a;
         - store t s; synchronize a; synchronize s
 """,
