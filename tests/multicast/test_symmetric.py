@@ -266,6 +266,18 @@ class TestInOneProcess:
         memory.close()
         assert memory.closed
 
+    @pytest.mark.parametrize(("limit", "rest"), [(None, 1), (0, 1), (50, 50)])
+    def test_a_close_that_failed_waits_for_the_rest_of_its_time(
+        self, faults: Faults, devices: list[sa.Device], monkeypatch: pytest.MonkeyPatch, limit: Any, rest: float
+    ) -> None:
+        memory, asked = SymmetricMemory.local(devices, 100, multicast=False, timeout=None), list[float]()
+        faults.fail("cuCtxSynchronize", result="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
+        with monkeypatch.context() as patched:
+            patched.setattr(memory, "abandon", asked.append)
+            each_raises(SymmetricMemoryError, lambda: memory.close(limit))
+        assert asked == [pytest.approx(rest, rel=0.1)]
+        memory.close()
+
     @pytest.mark.parametrize("seconds", [math.inf, 1e300])
     def test_of_more_time_than_a_thread_can_wait(self, devices: list[sa.Device], seconds: float) -> None:
         SymmetricMemory.local(devices, 100, multicast=False, timeout=seconds).close()
@@ -300,15 +312,16 @@ class TestInOneProcess:
         memory.close()
 
     @pytest.mark.parametrize("end", ["close", "abandon"])
-    def test_a_failure_of_work_is_told_beside_a_refused_release(self, device: sa.Device, end: str) -> None:
+    @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemAddressFree"])
+    def test_a_failure_of_work_is_told_beside_a_refused_release(self, device: sa.Device, end: str, call: str) -> None:
         inner = sd.faulty(device.driver, "cuCtxSynchronize")
         inner.stop()
-        driver = sd.faulty(inner, "cuMemUnmap")
+        driver = sd.faulty(inner, call)
         driver.stop()
         memory = SymmetricMemory.local([sa.Device(0, driver=driver)], 100, multicast=False)
         inner.fail("cuCtxSynchronize", result="CUDA_ERROR_LAUNCH_FAILED")
-        driver.fail("cuMemUnmap", result="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(sa.CudaError, match="cuMemUnmap answered") as caught:
+        driver.fail(call, result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match=f"{call} answered") as caught:
             getattr(memory, end)()
         assert "cuCtxSynchronize answered CUDA_ERROR_LAUNCH_FAILED" in vars(caught.value)["__notes__"][0]
         assert not memory.closed

@@ -192,11 +192,13 @@ class TestGroups:
     def test_ranks_meet_after_a_failure(self) -> None:
         met, alone = list[object](), RankGroup(None, 2)
         communicator: Any = SimpleNamespace(rank=0, size=2, barrier=lambda timeout: met.append(timeout))
+        communicator.allgather = lambda data, timeout: 1 / 0
         group = RankGroup(communicator)
         for one in (group, alone):
             one.barrier_after_failure(None)
             assert not one.failed
-        group.failed = True
+        with pytest.raises(SymmetricMemoryError, match="ZeroDivisionError"):
+            group.step("map", bytes, None)
         group.barrier_after_failure(None)
         assert met == [None]
 
