@@ -67,8 +67,8 @@ class Torch:
         self.waiting: list[Any] = []
         """Calls for the time when CUDA is initialised."""
         self._initialized = initialized
-        self.making = 0
-        """Streams that are being made."""
+        self.making = self.reads = 0
+        """Streams that are being made; snapshots that were taken."""
         self.modes: list[Any] = []
         """Dispatch modes."""
         self.Tensor, self.nn = Tensor, types.SimpleNamespace(Parameter=Tensor)
@@ -200,6 +200,7 @@ class Torch:
         return found
 
     def _snapshot(self) -> dict[str, Any]:
+        self.reads += 1
         made = []
         for address, (size, stream, blocks) in self.segments.items():
             listed: list[dict[str, Any]] = []
