@@ -427,7 +427,7 @@ def torch(driver: Any) -> dict[str, ModuleType]:
         with mutex:
             return [segment for segments in known for segment in segments.values()]
 
-    graphs: dict[int, list[Any]] = {}  # the graphs that were captured with a pool, by its id()
+    graphs: dict[int, weakref.WeakSet[Any]] = {}  # the graphs that were captured with a pool, by its id()
 
     @contextlib.contextmanager
     def use_mem_pool(pool: Any, device: int = 0) -> Iterator[None]:
@@ -566,7 +566,7 @@ def torch(driver: Any) -> dict[str, ModuleType]:
             finally:
                 captured = calls.here("cuStreamEndCapture", stream.cuda_stream)
         graph.executable = calls.here("cuGraphInstantiate", captured, 0)
-        graphs.setdefault(pool, []).append(graph)
+        graphs.setdefault(pool, weakref.WeakSet()).add(graph)
 
     def from_dlpack(array: Any) -> Tensor:
         capsule = array.__dlpack__(stream=current_stream().cuda_stream or 1)

@@ -539,6 +539,15 @@ def test_memory_is_freed_on_the_stream_that_the_library_names(
         assert later_memory_is_whole(pool, N, stream, gate)
 
 
+def test_a_free_that_the_driver_refuses_is_made_later(faults: Faults, device: sa.Device, stream: sa.Stream) -> None:
+    with sa.MemoryPool(device) as pool, device.create_stream() as last:
+        ledger = Ledger(Sources([pool]))
+        address = ledger.allocate(N, 0, stream.handle)
+        faults.fail("cuMemFreeAsync")
+        assert ledger.free(address, 0, last.handle) == N
+        assert pool.statistics().used == 0 and faults.failed == ["cuMemFreeAsync"]
+
+
 class TestCaptures:
     @pytest.mark.parametrize("callbacks", [False, True], ids=["handles", "callbacks"])
     @pytest.mark.parametrize("mode", ["GLOBAL", "THREAD_LOCAL", "RELAXED"])

@@ -341,6 +341,11 @@ class TestMemory:
         torch.fill(later, 0)
         graphs[2].replay()
         assert torch.holds(later, 2)
+        del later, graphs, graph
+        gc.collect()
+        with saver.cuda_graph(cuda.CUDAGraph()):
+            pass
+        assert len(saver._bridges) == 1  # The pool without graphs has ended.
 
     def test_a_margin(self, torch: Library, saver: TorchMemorySaver, device: sa.Device) -> None:
         saver.memory_margin_bytes = margin = device.memory_info().total
