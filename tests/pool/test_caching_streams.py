@@ -158,10 +158,12 @@ def test_blocks_of_a_stream_that_its_library_has_closed(device: sa.Device, gate:
     with sa.MemoryPool(device, max_size=32 << 20) as pool, device.create_stream() as own:
         cache, theirs = sa.CachingAllocator(pool), Theirs(device)
         buffer = cache.allocate(20 << 20, theirs)
+        cache.allocate(4 << 20, own).free()
         gate.hold(buffer.stream)
         buffer.fill(1)
         buffer.free()
         theirs.close()
+        assert cache._state.flush()  # of the other stream
         threading.Timer(0.05, gate.open).start()
         if end == "out of memory":
             other = cache.allocate(20 << 20, own)
@@ -275,6 +277,19 @@ def test_a_stream_that_ends_while_another_thread_allocates_on_it(
         device.synchronize()  # a buffer that is dropped on a closed stream is freed after it
         cache.trim()
         assert cache.statistics().used == 0
+
+
+def test_two_threads_that_take_one_block(device: sa.Device, cache: sa.CachingAllocator) -> None:
+    def make() -> tuple[sa.Stream, list[sa.Buffer]]:
+        stream = device.create_stream()
+        cache.allocate(2 * SIZE, stream).free()
+        return stream, []
+
+    def take(made: tuple[sa.Stream, list[sa.Buffer]]) -> None:
+        made[1].append(cache.allocate(SIZE, made[0]))
+
+    for _, (one, other) in interleaved(StreamCache.take, make, take, take):
+        assert one.address != other.address
 
 
 def test_a_stream_ends_while_a_block_returns(device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream) -> None:

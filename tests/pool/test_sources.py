@@ -1,10 +1,12 @@
 """Allocators without a pool: plain memory, whose end waits, and memory of functions."""
 
 import contextlib
+import ctypes
 import itertools
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.core.internal import Fence, deferred_queue
 from streamalloc.core.session import Session, session_of
+from streamalloc.driver.bindings import cuda
 from streamalloc.pool import plain as of_plain
 from streamalloc.pool.internal import OnceIdle
 from streamalloc.testing import Faults, Gate, settle
@@ -89,9 +92,13 @@ class TestPlainMemory:
         plain = sa.PlainMemory(device)
         each_raises(ValueError, lambda: plain.allocate(0, stream), match="nbytes=0")
         each_raises(sa.OutOfMemoryError, lambda: plain.allocate(1 << 45, stream))
-        with stream.capture(mode="relaxed") as graph, pytest.raises(sa.CaptureError):
-            plain.allocate(4096, stream)
-        graph.close()
+        with plain.allocate(64, stream) as buffer:
+            theirs = sa.Buffer.from_handle(buffer.address, 64, owner=buffer, stream=stream)
+            with stream.capture(mode="relaxed") as graph:
+                acts = (lambda: plain.allocate(4096, stream), buffer.free, theirs.free)
+                each_raises(sa.CaptureError, *acts, match=r"(allocate|freed) in a capture")
+            graph.close()
+            theirs.free()
         host: dict[str, Any] = {"where": sa.MemLocation.host(), "managed": True, "driver": device.driver}
         for options in ({"where": device, "write_combined": True}, host):
             with pytest.raises(ValueError, match="managed is for devices"):
@@ -226,3 +233,14 @@ def test_a_thread_goes_on_after_its_call_for_idle_devices(device: sa.Device, mon
         stream.synchronize()
         assert eventually(item.attempt) and len(made) == 1
     assert {*asked} == {threading.get_ident()} and made != [threading.get_ident()]
+
+
+def test_a_handle_that_is_no_address_is_refused_where_contexts_have_addresses() -> None:
+    """Driver 580 would read memory there."""
+    word = ctypes.c_uint64()
+    here = ctypes.addressof(word)
+    for context, handle in ((here, here), (16, here), (16, 16), (here, 16)):
+        session: Any = SimpleNamespace(context=lambda _, context=context: context)
+        refused = pytest.raises(ValueError, match="no handle of this process") if context > handle else None
+        with refused or contextlib.nullcontext():
+            assert of_plain.check_handle(session, "handle", handle, cuda.CUstream) == handle
