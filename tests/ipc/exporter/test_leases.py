@@ -360,16 +360,17 @@ class TestStreamsThatAreToldOfByTheHost:
         return names
 
     @pytest.mark.parametrize("hold", [False, True])
-    @pytest.mark.parametrize("kind", ["non-blocking", "blocking", "legacy"])
+    @pytest.mark.parametrize("kind", ["non-blocking", "blocking", "legacy", "per-thread"])
     def test_only_where_it_waits_for_nothing_else(self, machine: Any, kind: str, hold: bool) -> None:
         """A query of a blocking stream does not see the work of the legacy stream, and the host would wait for it."""
         streams: dict[str, Callable[[sa.Device], sa.Stream]] = {
             "non-blocking": lambda device: device.create_stream(),
             "blocking": lambda device: device.create_stream(blocking=True),
             "legacy": lambda device: device.default_stream,
+            "per-thread": lambda device: device.per_thread_stream,
         }
         names = self.writes(machine, streams[kind], hold)
-        assert ("cuStreamWriteValue32" in names) == (kind == "blocking" or (kind == "legacy" and hold))
+        assert ("cuStreamWriteValue32" in names) == (kind in ("blocking", "per-thread") or (kind == "legacy" and hold))
         assert kind != "blocking" or "cuStreamQuery" not in names
 
 

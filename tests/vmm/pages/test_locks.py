@@ -672,6 +672,19 @@ class TestTiers:
             assert tier.prepare(PAGE).result(20) == tier.reserved == 4 * PAGE
             held.clear()
 
+    def test_a_failure_to_pin_is_told_to_one_who_waits(self, make: Callable[[], vmm.HostTier]) -> None:
+        def begin() -> vmm.HostTier:
+            tier = make()
+            tier._failure = MemoryError()
+            return tier
+
+        def place(tier: vmm.HostTier) -> None:
+            with contextlib.suppress(MemoryError):
+                tier._free_place(tier._stored(np.array([PAGE])), range(1))
+
+        for tier in interleaved(vmm.HostTier._free_place, begin, place, place):
+            assert tier._failure is None
+
     def test_memory_is_prepared_when_its_future_is_done(self, make: Callable[[], vmm.HostTier]) -> None:
         futures: list[Any] = []
 
