@@ -340,7 +340,6 @@ class PlainBuffer(Buffer):
         self._free_checked(stream, still_imported, timeout)
 
     def free_on(self, ordered: Stream, handle: Any) -> None:
-        ordered.refuse_capture("cuMemFree", "memory that is not of a pool cannot be freed in a capture")
         ptr, self._ptr = self._ptr, None
         if ptr is None:
             self._live()

@@ -95,8 +95,7 @@ class TestPlainMemory:
         with plain.allocate(64, stream) as buffer:
             theirs = sa.Buffer.from_handle(buffer.address, 64, owner=buffer, stream=stream)
             with stream.capture(mode="relaxed") as graph:
-                acts = (lambda: plain.allocate(4096, stream), buffer.free, theirs.free)
-                each_raises(sa.CaptureError, *acts, match=r"(allocate|freed) in a capture")
+                each_raises(sa.CaptureError, lambda: plain.allocate(4096, stream), buffer.free, theirs.free)
             graph.close()
             theirs.free()
         host: dict[str, Any] = {"where": sa.MemLocation.host(), "managed": True, "driver": device.driver}
