@@ -24,7 +24,7 @@ from streamalloc.formats.sizes import counted
 
 LEFT_OUT = {
     "kernels": "kernels that do not declare their uses; unwritten bytes and element types of memory that existed then",
-    "arguments": "kernels whose arguments the driver does not tell: their uses of memory",
+    "arguments": "kernels whose arguments the driver does not report: their uses of memory",
     "streams": "the order among streams that another library can use: the library may have ordered them unseen",
     "memory": "memory that was not allocated through this driver",
     "graphs": "graphs that were not built through this driver",
@@ -36,7 +36,7 @@ LEFT_OUT = {
     "contents": "unwritten bytes and element types, since other code has the handle of a stream and may launch kernels",
     "access": "access rights to memory: another library may have granted them unseen",
     "shared": "the order with other processes, where a process may have waited unseen",
-    "told": "work on shared memory that other processes are not told of",
+    "told": "work on shared memory that is not reported to the checkers of other processes",
     "imports": "the order between two mappings of imported physical memory: whether it is the same memory is unknown",
     "rows": "rows of a copy or fill after the first 32,768 of a plane",
     "freed": "uses of memory that was freed long ago: many ranges were allocated since",
