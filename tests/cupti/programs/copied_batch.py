@@ -1,4 +1,4 @@
-"""A copy without blocking fills the batch on a stream of its own, and the model does not wait for it."""
+"""A non-blocking copy fills the batch on its own stream, and the stream of the model does not wait for that stream."""
 
 import sys
 

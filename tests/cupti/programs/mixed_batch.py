@@ -1,4 +1,4 @@
-"""A side stream mixes the next batch, and the model does not wait for it."""
+"""A side stream computes the next batch, and the stream of the model does not wait for the side stream."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A side stream draws the noise for the next token, while the sampler still divides by that of this one."""
+"""A side stream draws the noise for the next token, while the sampler still divides by the present noise."""
 
 import sys
 
