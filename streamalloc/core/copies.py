@@ -100,6 +100,10 @@ class Copyable(MemoryBase):
         """Copy all bytes to ``target``, which must have the same size (``cuMemcpyAsync``, ``cuMemcpyPeerAsync``). The
         host waits only if the target is pageable host memory.
 
+        Keep both sides alive until the copy is done, except pageable memory. If the memory is dropped, its owner may
+        reuse it before the copy: a dropped buffer is freed in the order of its own stream, and another library does not
+        know the stream of the copy. :func:`streamalloc.interop.borrow` keeps an array of another library.
+
         The two must not overlap: a copy reads and writes its bytes in no defined order. The driver accepts such a copy,
         and a checked driver reports it as a race. To move bytes within a buffer, copy them to other memory first.
 
