@@ -164,7 +164,7 @@ class TrackedGraph:
         while left:
             ready = [one for one in left if all(it in done or it not in self.handles for it in self.after[one])]
             if not ready:
-                break  # The edges form a cycle, which the driver refuses at the instantiation.
+                break  # A cycle, which would never become ready. The driver refuses its instantiation.
             for handle in ready:
                 nodes = self.handles[handle]
                 stream = done[handle] = inside.timeline.stream(f"graph node {len(done) + 1} ({nodes[0].what})")

@@ -158,7 +158,7 @@ time than a checksum of all bytes.
 
 def is_of_host(range_: Range) -> bool:
     """Whether the host may read and write the memory of ``range_`` without a call that the checker records."""
-    # The program has the address of pinned memory: it got the address from a driver call, or gave it to one.
+    # The program has the address of pinned memory, so it may use the memory without a driver call.
     return range_.viewed or range_.kind in HOST_KINDS
 
 

@@ -189,7 +189,7 @@ class Board:
 
 
 def _unlink(path: Path, process: int) -> None:
-    # A forked child has copies of the parent's objects, but must not remove the parent's board.
+    # A forked child has copies of the parent's objects. Without the test, its exit would remove the parent's board.
     if process == os.getpid():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -235,7 +235,8 @@ def _look() -> None:
                 _boards[name] = np.asarray(np.memmap(path, _ENTRY, "r"))
                 there.add(name)
     for gone in _boards.keys() - there:
-        # The board's file is gone. Its mapping stays as long as a BoardEntry refers to the mapping.
+        # The board's file is gone. The entry goes too, so that the mapping ends with the last BoardEntry that refers to
+        # it.
         del _boards[gone]
 
 

@@ -274,7 +274,7 @@ class Judge:
         assert ended is not None
         queued = range_.last.pop(actor.number, None)
         if queued is not None and queued.time == NEVER:
-            return  # Judge.free has already reported this use, which was queued at the free.
+            return  # This use was queued at the free, so Judge.free has reported it.
         if ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time):
             what = f"{access} uses {range_} after {ended} freed it."
             kind, remedy = "use after free", f"call {ended.call} after this use{_WAKES.get(ended.call, '')}."

@@ -40,7 +40,7 @@ class RecordedOperation:
 
     def __str__(self) -> str:
         if self.actor.name.startswith("graph node"):
-            return self.actor.name  # The name of a graph node contains the name of the call already.
+            return self.actor.name  # Contains the call, which would otherwise be shown twice.
         call = f"{self.what} in {self.call}" if self.call != self.what else self.what
         return f"{call} {'by' if self.actor.is_host else 'on'} {self.actor.name}"
 

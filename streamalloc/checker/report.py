@@ -173,7 +173,7 @@ class Reports:
         self.shown.add(hazard)
         if self._test is None:
             print(hazard, file=sys.stderr)
-            if folder := os.environ.get("STREAMALLOC_CHECK_FOLDER"):  # `streamalloc check` has started the program.
+            if folder := os.environ.get("STREAMALLOC_CHECK_FOLDER"):  # `streamalloc check` reads the files.
                 write_hazards(folder, [hazard])
         else:
             self._test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))

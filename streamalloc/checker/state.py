@@ -91,7 +91,7 @@ class State:
     account: HandleCounts = field(default_factory=HandleCounts)
     reserved: AddressMap = field(default_factory=AddressMap)
     """Ranges that ``cuMemAddressReserve`` has reserved."""
-    # Objects of the driver by their handles.
+    # Objects of the driver by handle.
     events: dict[int, TrackedEvent] = field(default_factory=dict)
     graphs: dict[int, TrackedGraph] = field(default_factory=dict)
     executables: dict[int, Executable] = field(default_factory=dict)
@@ -124,21 +124,18 @@ class State:
     """
 
     def __post_init__(self, driver: Any) -> None:
-        # These objects record the order of operations.
         self.ask = Questions(driver)
         self.timeline = Timeline()
         self.notes = self.timeline.notes
         self.streams = Streams(self.ask, self.timeline)
         self.judge = Judge(self.timeline, self.on_hazard, self.timeline.published)
-        # Functions that return what belongs to the current call: its place, context, thread and stream.
+        # Bound here, so that rules need no `state.streams` for the place, context, thread and stream of the call.
         self.place, self.context, self.thread = self.streams.place, self.streams.context, self.streams.thread
         self.stream, self.capture_of = self.streams.find, self.streams.capture_of
         self.notes.place = partial(self.place, 1)
-        # These objects record the ranges of memory by address, and facts about the contents of the ranges.
         self.addresses = AddressMap(self.notes)
         self.types = ElementTypes(self.addresses, self.judge, self.place)
         self.sources = QueuedSources(self.timeline, self.streams.foreign, self.judge, self.place)
-        # Order of streams by other means than events: values in memory for which a stream waits, and other processes.
         self.values = WaitValues(self.timeline, self.addresses, self.ask.is_host_memory)
         self.interprocess = Interprocess(self.timeline, self.addresses, self.values, self.events, self.judge)
         self.files: OpenFiles[TrackedMemory] = OpenFiles(self.notes)

@@ -351,7 +351,7 @@ class Streams:
         if capturing is None:
             # The driver does not know the handle, so it will refuse the call that uses the handle.
             unknown = self._timeline.stream(f"stream {number:#x}", handle=number)
-            # The refused call uses no memory. With a clock that contains all operations, no check reports a missing
+            # The refused call uses no memory. The clock contains all operations, so that no check reports a missing
             # order.
             unknown.clock = self._timeline.everything()
             self._timeline.retire(unknown)

@@ -154,7 +154,7 @@ class Recorder:
         self._destroyed: dict[int, Stack] = {}
         """For each destroyed object, by its handle: the place of the call that destroyed it."""
         self._on = on
-        # ``Judge.report`` appends each hazard to this list, and ``Reports.take`` empties it after each call.
+        # A list, because a hazard is raised or shown only after its call (`Reports.take`), when the turn has ended.
         found: list[Hazard] = []
         self.state: State = State(_WithoutLock(driver, self._turn), found.append, uninitialized)
         """The state of the driver. A feed may read it between two calls."""
@@ -727,7 +727,7 @@ _alive: weakref.WeakSet[CheckedDriver] = weakref.WeakSet()
 def _after_fork() -> None:
     for one in tuple(_alive):
         one._turn.lock = RLock()
-        one._reports.shown.update(one.hazards)  # The parent process shows the hazards that were found before the fork.
+        one._reports.shown.update(one.hazards)  # Otherwise the child would show the parent's hazards again.
 
 
 os.register_at_fork(after_in_child=_after_fork)

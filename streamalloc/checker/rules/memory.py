@@ -179,8 +179,7 @@ def cuMemFree(state: State, name: str, args: Arguments) -> Steps:
     ending, again = "release" if "Host" in name else "", found.ended is not None
     answer = yield from end(state, (found,), name, ending)
     if again and answer[0]:
-        # A second unregistration is reported here. A second free of other memory was reported before the call
-        # (`_ends_unknown`).
+        # Only a second unregistration comes here: a second free was reported before the call (`_ends_unknown`).
         state.judge.free(found, state.thread(), state.timeline.host, name, state.place(), ending)
 
 
@@ -317,8 +316,8 @@ def cuMemPoolCreate(state: State, name: str, args: Arguments, answer: Answer) ->
 
 def _ends_pool(state: State, grants: dict[int, int]) -> None:
     state.addresses.vacate(lambda one: one.grants is grants)
-    # When a current pool is destroyed, the driver makes another pool current. The driver is asked for this pool when it
-    # is needed.
+    # When a current pool is destroyed, the driver makes another pool current. So the entry goes, and the driver is
+    # queried when the pool is needed.
     state.current_pools = {device: pool for device, pool in state.current_pools.items() if pool in state.pools}
 
 
@@ -410,7 +409,7 @@ def cuMemRetainAllocationHandle(state: State, name: str, args: Arguments, answer
         if found in memory.mappings:
             state.physical[int(answer[1])] = memory
             return
-    # The handle was released before, but the mapping has kept the memory alive.
+    # The handle was released, and with it its record. The mapping has kept the memory alive, so it is recorded again.
     memory = TrackedMemory(found.size, found.stack, bytes=found.bytes, bindings=found.bindings)
     state.physical[int(answer[1])] = memory
 
@@ -558,7 +557,7 @@ def cuMemExportToShareableHandle(state: State, name: str, args: Arguments, answe
 
 
 def cuMemImportFromShareableHandle(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    # For a fabric handle this argument is the address of the handle's bytes, and not a file descriptor.
+    # For a fabric handle, the argument is the address of its bytes, which must not be looked up as a descriptor.
     file = int(args[0]) if args[1] == _FILE else None
     memory = state.files.find(file) if file is not None else None
     if file is None:

@@ -169,7 +169,7 @@ def plane(state: State, copy: Any) -> list[Use]:
     for side, write in (("src", False), ("dst", True)):
         kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
         x, y, z = (int(getattr(copy, f"{side}{name}", 0)) for name in ("XInBytes", "Y", "Z"))
-        # A pitch or a height of 0 stands for the smallest one that fits.
+        # For a pitch or a height of 0 the driver takes the smallest that fits. With 0, all rows would overlap.
         pitch = int(getattr(copy, f"{side}Pitch", 0)) or x + width
         lines = int(getattr(copy, f"{side}Height", 0)) or y + height
         if "ARRAY" in kind:
@@ -215,7 +215,7 @@ def _boxes(state: State, operations: Iterable[Any]) -> _Memory:
                 array, at = _array(state, side.op.array.array), side.op.array.offset
                 if array is None:
                     continue
-                # Extents and offsets of an array count elements, not bytes.
+                # The struct counts elements of the array; `_box` needs bytes.
                 pitch, lines, element = array.pitch, array.lines, array.element
                 start = array.base + int(at.x) * element + int(at.y) * pitch + int(at.z) * pitch * lines
                 found = _box(state, start, pitch, lines, (width * element, height, depth), write)
@@ -255,7 +255,7 @@ def _order(one: Any) -> int:
     """Return the source access order of a copy in a batch (``CUmemcpySrcAccessOrder``) as a number; 0 if it is
     unknown.
     """
-    with contextlib.suppress(ValueError):  # The bindings raise ValueError for a number that their enum does not have.
+    with contextlib.suppress(ValueError):  # The getter raises it for an unknown enum number.
         return int(getattr(one, "srcAccessOrder", 0) or 0)
     return 0
 
