@@ -209,7 +209,7 @@ def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
     def once() -> None:
         sent = make()
         queue.put(sent)
-        replies.recv_bytes()  # This reply means that the other process has dropped the object.
+        replies.recv_bytes()  # The other process has dropped the object: the free need not wait.
         if isinstance(sent, sa.Buffer):
             sent.free()
 
@@ -346,7 +346,7 @@ def _import(bench: Bench, *, statement: str) -> Measured:
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-c", _TIMED.format(statement.removeprefix("import "))]
     run = functools.partial(subprocess.run, command, env=variables, capture_output=True, text=True, check=True)
-    # The first import, which does not count, compiles the modules and fills the page cache.
+    # The first run does not count: only it would compile the modules and fill the page cache.
     return Measured(lambda number: float(run().stdout))
 
 

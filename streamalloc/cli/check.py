@@ -77,7 +77,7 @@ def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path, checks: l
 
 def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path, checks: list[Any]) -> None:
     """Run the program. The driver that checks it is added to ``checks``."""
-    # With these variables, child processes of the program are checked too, and write what they find to the folder.
+    # Without these variables, child processes of the program would not be checked, and their hazards not be counted.
     os.environ.setdefault("STREAMALLOC_CHECK", "1")
     os.environ["STREAMALLOC_CHECK_FOLDER"] = str(folder)
     driver: Any = checked(chosen.driver, "raise" if options.raises else "report")

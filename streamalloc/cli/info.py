@@ -54,7 +54,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
         "driver_not_found": chosen.not_found or None,
         "versions": versions(chosen),
         "devices": [_device_report(device) for device in devices],
-        # One list for each device, in the order of ordinals: whether it has access to the memory of each device.
+        # A row for each device: whether it has access to the memory of each device, in the order of ordinals.
         "peer_access": [[device.can_access(other) for other in devices] for device in devices],
         "sharing": _try_sharing(devices[0]),
         "imex_channels": imex,
@@ -111,7 +111,7 @@ def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
     version = {name.replace("_", "-"): number for name, number in found["versions"].items()}
     version["python"] += f" ({sys.executable})"
     version["driver"] = f"{'simulated' if found['simulated'] else 'NVIDIA'}, {chosen.version}"
-    del version["cuda"]  # The line of the driver already shows the CUDA version.
+    del version["cuda"]  # The driver's line already has it.
     terminal.table(version.items())
     for device in found["devices"]:
         _device(terminal, device, sa.Device(device["ordinal"], driver=chosen.driver).supports)

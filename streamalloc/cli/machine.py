@@ -102,7 +102,7 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
     else:
         found, why = default_or_simulated(devices=_DEVICES_WITHOUT_A_GPU if devices is None else devices)
         if why or devices is None:
-            # The last part of the error is left out: a remedy that is meant for programs.
+            # The remedy at the end of the error is for programs, so a command leaves it out.
             return Chosen(found, not_found=why.partition(" To run ")[0])
     raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")
 

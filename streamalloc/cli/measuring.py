@@ -142,7 +142,7 @@ class Bench:
         # attributes.
         self.driver: Any = cast(Any, chosen.driver)
         self.device: sa.Device = sa.Device(0)
-        # Raw driver calls need a current context. The library's calls do not need it.
+        # Without a current context, raw driver calls fail; those of the package set it themselves.
         shared.enter_context(self.device.current())
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
         # ``stream.handle`` is not read: after a read, each allocation on the stream would query whether the stream is

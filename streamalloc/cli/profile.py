@@ -21,7 +21,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.simulator.internal import BASE, FORMAT, HANDLE_TYPES, MOST_OVERHEAD, VERSION
 
-_NODES = 64  # Largest number of NUMA nodes on which pools are tried.
+_NODES = 64  # NUMA nodes on which pools are tried: the highest number is not known.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -116,7 +116,7 @@ def run_program(options: argparse.Namespace) -> dict[str, Any]:
     finally:
         # The interpreter also makes this call at its end. It ends idle threads of executors, which a join would not.
         if sys.exc_info()[0] in (None, SystemExit):
-            importlib.import_module("concurrent.futures.thread")  # Later, its first import raises.
+            importlib.import_module("concurrent.futures.thread")  # After the shutdown, its first import would raise.
             threading._shutdown()  # type: ignore[attr-defined]
 
 
