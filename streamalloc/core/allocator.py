@@ -85,7 +85,7 @@ class Allocator(Unique, BufferSource):
             return
         tap.watchers = watchers
         if not watchers:
-            # Do not overwrite the functions that a closed pool or a forked child has set.
+            # A closed pool or a forked child has set functions that refuse. They must stay.
             if tap_of(self.alloc_function) is tap:
                 self.alloc_function = tap._alloc
             self.free_function = tap._free
@@ -126,9 +126,9 @@ class Allocator(Unique, BufferSource):
         # The shift is not 0 if the size is negative or too large for the driver.
         if type(nbytes) is not int or nbytes >> 64:
             nbytes = checked_size("nbytes", nbytes)
-        # The second and the third column of the table in :mod:`streamalloc.core.stream`.
+        # Columns 2 and 3 of the table in :mod:`streamalloc.core.stream` give the reasons.
         handle = ordered.direct or ordered.ready()
-        if ordered.capturable and handle is not None:  # A captured stream allocates for its graph: see below.
+        if ordered.capturable and handle is not None:  # In a capture, the memory would be the graph's.
             is_capturing = ordered._session.cuStreamIsCapturing  # A local name makes the call faster.
             if is_capturing(handle)[1] is not NOT_CAPTURED:
                 handle = None

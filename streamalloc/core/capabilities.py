@@ -110,7 +110,7 @@ def _attribute(session: Session, ordinal: int, name: str) -> int | None:
         return None
     try:
         return int(session.call("cuDeviceGetAttribute", member, ordinal))
-    except InvalidValueError:  # The driver is older than the bindings, and does not know the attribute.
+    except InvalidValueError:  # The driver is older than the bindings and lacks the attribute.
         return None
 
 

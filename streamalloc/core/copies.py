@@ -473,7 +473,7 @@ def copy_batch(
     session = ordered._session
     refuse_legacy(ordered, _CALL)
     ordered.refuse_capture(_CALL, "copy_to makes a node of the graph")
-    # The options of copies outside of the batch are checked, too.
+    # Checked before the first copy, and for copies outside of the batch: no copy is made if an option is refused.
     attributes = {option: option._to_driver(session) for option in wanted}
     pairs = [_pair(number, session, *ends) for number, ends in enumerate(zip(dsts, srcs, strict=True))]
     batch: list[tuple[tuple[CopySide, CopySide], Any]] = []

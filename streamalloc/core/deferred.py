@@ -298,7 +298,7 @@ class DeferredQueue:
         reference = getattr(item, "_dropped_with", None)
         if reference is not None:
             self._owned.pop(reference, None)
-            with contextlib.suppress(AttributeError):  # Another thread has removed the attribute.
+            with contextlib.suppress(AttributeError):  # Another thread may have removed it first.
                 del item._dropped_with
 
     def _leave_if_empty(self) -> None:
@@ -475,5 +475,5 @@ def work_all(most: int | None = None, hidden: type[Exception] = CudaError) -> in
     return sum(map(len, list(_unfinished)))
 
 
-# All errors are hidden: an item that fails stays in its queue, and the report of leaks lists the item.
+# Errors are hidden, so that one item does not stop the report of leaks, which lists items that fail.
 SETTLERS.append(functools.partial(work_all, hidden=Exception))

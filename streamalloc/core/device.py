@@ -248,7 +248,7 @@ class Device:
         """
         with draining(self._session, self.ordinal):
             self._session.call_in(self.ordinal, "cuCtxSynchronize")
-        # Items of drivers that nobody uses any more have no other point of work.
+        # Otherwise items of drivers that are no longer used would never be attempted.
         work_all(MOST_PER_SYNC)
 
     def current(self) -> contextlib.AbstractContextManager[None]:

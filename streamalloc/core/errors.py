@@ -53,7 +53,7 @@ class CudaError(RuntimeError):
 
     def __str__(self) -> str:
         if not self.asked:
-            # The hint of `unsupported` is a complete sentence with the function's name before it.
+            # A hint of `unsupported` is the rest of a sentence after the function's name: "needs ...".
             return f"{self.call} {'' if self.hint.startswith('needs ') else 'was not called: '}{self.hint}"
         text = f"{self.call} answered {self.name} ({self.code})"
         return f"{text}: {self.hint}" if self.hint else text

@@ -318,7 +318,8 @@ class _StreamEnd(Deferred):
         self.event = event
 
     def attempt(self) -> bool:
-        # A closed event counts as complete: its owner has synchronised with it before the close.
+        # A closed event cannot be queried. Its owner has synchronised with it before the close, so it counts as
+        # complete.
         return self.event.closed or has_passed(self.event)
 
 
@@ -350,7 +351,7 @@ def has_passed(event: Event) -> bool:
             return False
         event._session.call("cuEventSynchronize", event._checked_raw())
     except ClosedError:
-        return False  # Another thread closed the event meanwhile, and the next query finds it closed.
+        return False  # Another thread has closed the event; the next query raises.
     except LOST:
         pass  # The lost context has ended all its work: the event counts as passed.
     return True
@@ -394,7 +395,7 @@ async def finished(event: Event) -> None:
             # In another capture mode, a query would invalidate captures of other streams.
             with event._session.relaxed():
                 if event.query():
-                    event.synchronize()  # Returns at once. The driver now knows that the frees before it have run.
+                    event.synchronize()  # Returns at once. Only this shows pools that earlier frees have run.
                     return
             age = loop.time() - began
             pause = max(min(max(age / 8, _SHORTEST), _LONGEST), min(_PER_WAIT * len(several), _MANY))

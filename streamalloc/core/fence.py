@@ -256,8 +256,8 @@ class Fence:
         except CaptureError:
             return (end,)
         except (ClosedError, InvalidContextError, InvalidHandleError):
-            # The stream was closed or destroyed meanwhile. A closed stream of this package has left an event after its
-            # work.
+            # The stream was closed or destroyed meanwhile. If it is ours, it has left an event after its work, which
+            # counts.
             return (end,) if _may_work(end) else [event for event in end.last if not event.closed]
         except LOST:
             return ()
@@ -520,7 +520,7 @@ def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stre
 
     def after_its_work(substitute: Stream) -> T:
         if last:
-            with contextlib.suppress(ClosedError):  # The event was closed after it had completed.
+            with contextlib.suppress(ClosedError):  # A closed event had completed.
                 substitute.wait(last[0])
         else:
             known = known_ends(device._session)

@@ -280,7 +280,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         # A deferred item on another thread may be freeing memory on the stream: without the lock, the capture would
         # record the free.
         with self._origin._in_use:
-            if self._origin.closed:  # Another thread has closed the stream meanwhile.
+            if self._origin.closed:  # By another thread.
                 raise ClosedError(f"{self._origin!r} was closed")
             # Set before the call: if a signal handler raises when the call returns, `__exit__` still ends the capture.
             self._begun = True
@@ -318,7 +318,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         try:
             self._origin.in_context(self._take_graph)
         finally:
-            # From here on, work on the streams runs instead of being recorded.
+            # With `_capture` left set, later work of the streams would count as captured.
             for stream in self._streams:
                 stream._capture = None
                 stream._allow_direct()

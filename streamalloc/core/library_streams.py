@@ -69,7 +69,7 @@ def _by_protocol(stream: Any) -> int | None:
 def _number(handle: object) -> int | None:
     """Return the number of a ``CUstream``, of the bindings or of ctypes; None for other objects."""
     if isinstance(handle, ctypes.c_void_p):
-        return handle.value or 0  # The value of a null pointer is None.
+        return handle.value or 0  # ctypes gives None for 0.
     return int(handle) if isinstance(handle, cuda.CUstream) else None
 
 
@@ -146,7 +146,7 @@ def _close_reporter(stream: Any, number: int) -> Callable[[Any], bool] | None:
         if any(hasattr(stream, name) for name in ("ptr", "cuda_stream", "stream_id")):
             return None
     tells = isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType))
-    # Streams of cuda.core have ``is_closed``.
+    # The property of cuda.core is exact. For other libraries, a changed handle shows the close.
     return attrgetter("is_closed") if tells else functools.partial(_closed_by_number, number)
 
 
@@ -161,7 +161,7 @@ def _only_names(stream: Any, number: int) -> bool:
     return (
         isinstance(stream, cuda.CUstream)
         or type(stream).__name__ == "ExternalStream"
-        or bool(getattr(stream, "external", False))  # Numba marks a stream that it did not make.
+        or bool(getattr(stream, "external", False))  # Numba: not made by Numba.
         or getattr(stream, "stream_id", None) == number
     )
 
@@ -230,8 +230,8 @@ class LibraryStream(Stream):
         # cleared: the handle must not be used.
         if dropping and self._alive() is None:
             self._end_use()
-            # The item that frees the memory keeps this object alive. The collector has removed the object from the weak
-            # set.
+            # The collector has removed this object from the weak set, but the item that frees the memory still needs
+            # the stream.
             known_streams(self._session).add(self)
             return None
         # The attribute `direct` is None, too, if an object has to be asked.
@@ -313,8 +313,8 @@ def _resolve(stream: Any, session: Session, wanted: str) -> Stream:
     number = _handle_of(stream, wanted)
     found: Stream
     if number in DEFAULT_HANDLES:
-        # A default stream's handle names no device. Use the device that the library's object names, or that of the
-        # current context.
+        # A default stream's handle names no device: take that of the library's object, otherwise that of the current
+        # context.
         named = _device_of(stream)
         ordinal = _current_ordinal(session) if named is None else Device(named, driver=session.driver).ordinal
         found = default_stream(Device._of(ordinal, session), number)
@@ -329,7 +329,7 @@ def _resolve(stream: Any, session: Session, wanted: str) -> Stream:
         found = LibraryStream._borrow(device, number, stream, owned=owned, asked=asked)
     if not isinstance(stream, cuda.CUstream):
         found._notify_lent(found._raw, used=True)
-    # With a listener nothing is kept: the listener must be notified of each use of a library's stream.
+    # With a listener nothing is kept, because a kept stream would not notify it of each use.
     if keeps and session.listener is None:
         _keep(stream, found, session)
     return found
@@ -345,7 +345,7 @@ def _keep(stream: Any, found: Stream, session: Session) -> None:
     left = [kept.pop(key, None)]
     kept[key] = session.latest_library_stream = stream, found
     while len(kept) > MOST_KEPT:
-        with contextlib.suppress(RuntimeError, StopIteration):  # Another thread adds or removes entries.
+        with contextlib.suppress(RuntimeError, StopIteration):  # Another thread has changed the dict.
             left.append(kept.pop(next(iter(kept)), None))
     for entry in left:
         # The table keeps this stream no longer, so what is to be done before its end is due.
@@ -410,5 +410,5 @@ def queue_handle(stream: StreamLike, session: Session) -> Any | None:
     return (found.direct or found.ready()) if found._session is session else None
 
 
-# This module builds on those of streams and graphs, which call these functions.
+# Streams and graphs call these functions; an import of this module there would be circular.
 above.as_stream, above.borrowed_stream = as_stream, borrowed_stream

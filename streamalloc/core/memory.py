@@ -208,7 +208,7 @@ class Memory(Copyable, Migrating):
         unreadable = self._unreadable()
         if unreadable or not self.device_accessible:
             raise AttributeError(unreadable or f"{self!r} is not accessible from a device")
-        # The interface does not allow 0 as the stream. LEGACY (1) also names the legacy default stream.
+        # The interface forbids 0 as the stream, because it is ambiguous. LEGACY (1) names the same stream.
         return _flat_bytes(self.nbytes, self.address, self._read_only(on_host=False), self.stream.handle or LEGACY)
 
     @property
@@ -320,7 +320,7 @@ def _precede(stream: Stream, handle: int) -> None:
     raw, session, spare = stream.direct or stream.ready(), stream._session, stream._spare
     if raw is not None and handle not in DEFAULT_HANDLES:
         # New Event and Stream objects would cost three times as much as both driver calls.
-        theirs = cuda.CUstream(handle)  # Raises for a value that cannot be a handle.
+        theirs = cuda.CUstream(handle)  # Raises, before a pop, for a value that is no handle.
         # Python switches no threads within this line, so no other thread can empty the list between the test and the
         # pop.
         event = spare.pop() if spare else None
@@ -575,7 +575,7 @@ class TypedView(BufferView, Generic[ScalarT]):
     def _check_form(self, other: object, name: str) -> None:
         form = form_of(other)
         if form is None:
-            # The other side is neither memory nor an array. The copy itself raises a TypeError with the allowed types.
+            # Neither memory nor an array: the copy itself raises the TypeError, which names the allowed types.
             return
         dtype, shape = form
         if dtype != self.dtype:

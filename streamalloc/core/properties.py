@@ -37,7 +37,7 @@ class _Named(enum.Enum):
     """
 
     def __str__(self) -> str:
-        # Combined flags have no name before Python 3.11.
+        # Before Python 3.11 the name of combined flags is None.
         name = self.name or "|".join(one.name for one in type(self) if one.value and one.value & self.value)
         return f"{type(self).__name__}.{name}"
 
@@ -291,8 +291,8 @@ class MemLocation:
         """
         struct = cuda.CUmemLocation()
         if self.type is MemLocationType.NONE:
-            # Bindings 12.9 have no CU_MEM_LOCATION_TYPE_NONE. The type of a new struct is already 0, the value of that
-            # constant.
+            # Bindings 12.9 lack CU_MEM_LOCATION_TYPE_NONE, so it cannot be assigned. Its value, 0, is that of a new
+            # struct.
             return struct
         struct.type = bindings_member("CUmemLocationType", f"CU_MEM_LOCATION_TYPE_{self.type.name}")
         if self.localized is None:

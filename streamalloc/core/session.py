@@ -162,7 +162,7 @@ class Session(_Direct):
         driver = as_asked(driver)
         with _sessions_lock:
             session = _sessions.get(id(driver))
-            if session is None or not hasattr(session, "_state"):  # The collector is clearing it: see :func:`sessions`.
+            if session is None or not hasattr(session, "_state"):  # Half cleared: see :func:`sessions`.
                 session = _sessions[id(driver)] = Session(driver)
                 if isinstance(driver, ModuleType):
                     _kept.append(session)
@@ -335,7 +335,7 @@ def members(several: weakref.WeakSet[T]) -> list[T]:
     while True:
         try:
             return list(several)
-        except RecursionError:  # It is a RuntimeError, too, and as deep on the stack as this call each attempt fails.
+        except RecursionError:  # Also a RuntimeError. Without this the loop would not end.
             raise
         except RuntimeError:
             continue
@@ -428,7 +428,7 @@ class _Relaxed:
         try:
             result, self._mode = exchange(RELAXED)
         except BaseException:
-            exchange(GLOBAL)  # Every thread begins in this mode.
+            exchange(GLOBAL)  # The mode of before is lost: set that of new threads.
             raise
         if result:
             raise error_from(result, "cuThreadExchangeStreamCaptureMode")
@@ -444,7 +444,7 @@ def _fail(result: Any, call: str, error: BaseException | None) -> None:
     block has raised ``error``, attach the driver's error to ``error`` instead, because ``error`` says more.
     """
     if error is None:
-        # The error gets no local name, see Session.release.
+        # No local name for the error: it would form a reference cycle, see Session.release.
         raise error_from(result, call)
     attach(error, error_from(result, call))
 

@@ -360,7 +360,7 @@ class Stream(Closes, Shown):
         """
         raw = self.checked_raw()
         with self._session.beside_captures(), self._context():
-            # For the legacy stream, the driver refuses to answer while a blocking stream is being captured.
+            # That of the legacy stream fails if a blocking stream is captured: the call would invalidate the capture.
             asks = self._capture is None and (self.capturable or self.is_default)
             return act(raw, captured(self._session, raw) if asks else self._capture is not None, *args)
 
@@ -471,7 +471,7 @@ class Stream(Closes, Shown):
                 # Without `_spare`, the finaliser destroys the driver's event instead of keeping it for a later record.
                 event._spare = None
                 if result == _INVALID_HANDLE:
-                    return self.record()  # The reused event belonged to a context that was reset: record another event.
+                    return self.record()  # Reused from a context that was reset: use a new event.
             hint = "" if event.device == self.device else f"{event!r} is not of the device of {self!r}"
             raise error_from(result, "cuEventRecord", hint)
         event._capture = self._capture
@@ -490,7 +490,7 @@ class Stream(Closes, Shown):
         raw = None if isinstance(other, (Event, Stream)) else foreign_event(other)
         if raw is None:
             if not isinstance(event, Event):
-                self.checked_raw()  # Raises for a closed stream before the other stream records an event.
+                self.checked_raw()  # Raises before the other stream records an event for nothing.
                 event = above.as_stream(other, session, after=True, wanted=_AWAITED).record()
             elif event._session is not session:
                 raise ValueError(f"{event!r} belongs to another driver than {self!r}")
@@ -695,7 +695,7 @@ class OwnStream(Stream):
         # Later work of a blocking stream waits for the legacy stream, but a query of the blocking stream does not cover
         # the legacy stream's work. So only a query of a non-blocking stream covers all work before it.
         stream.sees_all_work = not blocking
-        # No other code can capture the stream before it gets the handle.
+        # Not capturable, which saves queries: no other code has the handle yet.
         stream._prepare(device, None, capturable=False)
         stream._session.create_in(device.ordinal, stream, "cuStreamCreateWithPriority", int(flags), priority)
         stream._open()
@@ -713,7 +713,7 @@ class OwnStream(Stream):
             while_open(self, self._end)
 
     def _end(self) -> None:
-        if self._closed:  # Another thread has closed the stream meanwhile.
+        if self._closed:  # By another thread.
             return
         self.refuse_capture("cuStreamDestroy", "end the capture first")
         for item in tuple(self.endings):
@@ -721,7 +721,7 @@ class OwnStream(Stream):
             with contextlib.suppress(CudaError):
                 deferred_queue(self._session).end(item)
         self.endings.clear()
-        # Buffers of this stream that are freed later are freed after this event.
+        # Buffers that are freed later have no stream to be freed on: they are freed after this event.
         self._record_end(self._raw)
         result = self._destroy(self._raw)
         if result:
@@ -883,7 +883,7 @@ class PerThreadStream(DefaultStream):
         # Per-thread default streams are blocking streams, so the legacy stream comes after those of all threads.
         return self if self.thread == get_ident() else legacy_stream(self.device)
 
-    # On another thread, the handle names the stream of that thread, whose work says nothing about this stream's work.
+    # On another thread, the handle names that thread's stream, so a record there would not cover this stream's work.
 
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         return Stream.record(self.covering(), event, timing=timing)
