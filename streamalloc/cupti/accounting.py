@@ -348,7 +348,7 @@ class Memory:
     _cuDevicePrimaryCtxRetain = _cuCtxCreate
 
     def _cuCtxDestroy(self, call: DriverCall) -> None:
-        # To push a destroyed context crashes the driver.
+        # Discarded before more calls: a push of a destroyed context crashes the driver.
         self._contexts.discard(context := number_of(call.args[0]))
         self._forget({context}, call.time)
 
@@ -658,7 +658,7 @@ class Followed(Wrapper):
             now = before if name in _ENDERS else time_ns()
             try:
                 self._account.called(DriverCall(name, args, answer, threading.get_ident(), context, here(), now))
-            # The program continues after an error of the account, as it does with a subscription.
+            # An error of the account must not end the program: the error is kept, as with a subscription.
             except Exception as error:
                 self._account.failure = error
         return answer

@@ -315,7 +315,8 @@ class Check:
         the call whose callback runs on this thread; None outside of callbacks.
         """
         if self._worker == threading.get_ident():
-            # A finaliser made the call while this thread was in the loop below. The loop then takes this call, too.
+            # A finaliser made the call within the loop below, which takes this call, too. A wait for `_turn` would not
+            # end.
             return
         is_mine = False
         try:

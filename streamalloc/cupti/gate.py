@@ -165,7 +165,7 @@ class Gate:
             while self.words[WRITTEN] != self.words[TAKEN]:
                 at = self.words[TAKEN] % _SLOTS * _SLOT.size
                 while not (number := _SLOT.unpack_from(self._ring, at)[0]):
-                    sleep(0)  # Another thread has reserved the slot and has not filled it yet.
+                    sleep(0)  # Another thread is filling the slot.
                 _, result, thread, context, args = _SLOT.unpack_from(self._ring, at)
                 try:
                     struct.pack_into("I", self._ring, at, 0)
@@ -197,7 +197,7 @@ def _executable(code: bytes) -> mmap.mmap | None:
         return None
     made = mmap.mmap(-1, mmap.PAGESIZE)
     made.write(code)
-    # The memory is made executable and no longer writable: SELinux and similar systems refuse memory that is both.
+    # Executable and no longer writable: SELinux and similar systems refuse memory that is both.
     at = ctypes.addressof(ctypes.c_char.from_buffer(made))
     refused = ctypes.CDLL(None).mprotect(ctypes.c_void_p(at), ctypes.c_size_t(len(made)), _READ_AND_EXECUTE)
     return None if refused else made

@@ -270,7 +270,7 @@ def _sizes(function: int, context: int) -> list[int] | None:
         try:
             while not (answer := ask(kind(function), len(sizes)))[0]:
                 sizes.append(int(answer[2]))
-        except RuntimeError:  # The driver is older than the function, which came with CUDA 12.4.
+        except RuntimeError:  # The function came with CUDA 12.4; the driver is older.
             return None
         # For the index after the last argument the driver answers INVALID_VALUE. So this answer means that the list is
         # complete.

@@ -185,7 +185,8 @@ def _copy(value: Any) -> Any:
         try:
             setattr(found, name, _copy(getattr(value, name)))
         except (TypeError, ValueError, NotImplementedError):
-            # The field has an enum number that the bindings do not know, or is the inactive member of a union.
+            # The bindings refuse an unknown enum number, and the inactive member of a union. The other fields are still
+            # needed.
             setattr(found, name, 0)
     return found
 

@@ -66,7 +66,7 @@ class Libraries:
             found["rmm"] = self._follow_rmm
         finder = _Finder(found)
         for name, follow in found.items():
-            # The value None forbids the import of the module.
+            # None stands for a module whose import is forbidden.
             if (module := sys.modules.get(name)) is not None:
                 follow(module)
         sys.meta_path.insert(0, finder)

@@ -96,7 +96,7 @@ class Operators:
     ) -> Any:
         for kind in types:
             if kind not in self._plain and hasattr(kind, "__tensor_flatten__"):
-                # The subclass then calls the operator on its inner tensors, and this method is called for them.
+                # The subclass has no address. It then calls the operator on its inner tensors, which come here, too.
                 return NotImplemented
         thread, running = get_ident(), self._running
         now = running[thread] = [function, args, kwargs, None, False]
@@ -156,7 +156,7 @@ class Operators:
                         continue
                     return []
                 if not (write or (dtype := tensor.dtype).is_floating_point or dtype.is_complex):
-                    return []  # An index or a mask chooses parts of the other tensors.
+                    return []  # An index or a mask: which bytes it chooses is unknown.
                 if low := tensor.data_ptr():
                     found.append((low, low + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)), write))
         return found

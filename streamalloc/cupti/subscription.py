@@ -179,7 +179,8 @@ class Subscription:
         for one in self.gate.take():
             name, how, per_thread, stream_at = self._functions[one.number]
             if one.result and name == "cuEventQuery":
-                # The event has not completed. Allocators make such queries very often, and they order nothing.
+                # Not completed, so the query orders nothing. Allocators make very many such queries, which would slow
+                # the program.
                 continue
             given, answer = how.arguments(at := ctypes.addressof(one.args)), how.answer(at, one.result)
             given = _on_stream(given, per_thread, stream_at)
@@ -407,7 +408,7 @@ _is_child = False
 
 def _interrupt_soon() -> None:
     sleep(10 * SOON)
-    _thread.interrupt_main()  # This function makes Python run the program's handler of SIGINT.
+    _thread.interrupt_main()  # Runs the program's handler of SIGINT.
 
 
 def _after_fork() -> None:
