@@ -80,7 +80,7 @@ class HandleCounts:
             if handle and captured:
                 self._uncounted.add(handle)
             elif name == "cuStreamEndCapture" and self._live["graph", handle]:
-                pass  # The stream was captured into a graph that is counted already.
+                pass  # Captured into a graph that is counted already.
             elif handle:
                 # The driver may reuse an address that belonged to a graph. Unlike memory of a graph, the new memory
                 # must be freed, so it is counted.
@@ -106,7 +106,7 @@ class HandleCounts:
         elif name == "cuMemMap":
             self._live["mapping", int(args[0])] += 1
         elif name == "cuMemUnmap":
-            # The call ends all mappings that begin in the range.
+            # One call may end several mappings: all that begin in the range. Otherwise they would be reported as leaks.
             start, size = int(args[0]), int(args[1])
             for key in [key for key in self._live if key[0] == "mapping" and 0 <= key[1] - start < size]:
                 del self._live[key]

@@ -43,7 +43,7 @@ _ADDED = {
 # (CU_MEMPOOL_ATTR_*, there since 13.1). Error messages give this version as the remedy; nothing else depends on it.
 _ADDED_IN = {name: version for version, names in _ADDED.items() for name in names.split()}
 
-# CUmemPoolProps and CUmemAllocationProp both begin with the allocation type and the handle types, each a C int.
+# Of CUmemPoolProps and CUmemAllocationProp: both begin with the allocation type and the handle types, C ints.
 _HANDLE_TYPES_OFFSET = 4
 
 
@@ -172,7 +172,7 @@ def parameters(name: str) -> tuple[str, ...]:
 def c_signature(name: str) -> tuple[str, ...]:
     """Return the C types of a driver function's arguments in order; empty for an unknown function."""
     capsule = importlib.import_module("cuda.bindings.cydriver").__pyx_capi__.get(name)
-    inside = re.search(r"\((.*)\)", str(capsule))  # Cython names the capsule by the C signature.
+    inside = re.search(r"\((.*)\)", str(capsule))  # The capsule's name is the C signature.
     return tuple(inside[1].split(", ")) if inside and inside[1] != "void" else ()
 
 

@@ -88,7 +88,7 @@ _DRIVERS = tuple(
 _BETWEEN = 3
 """Largest number of frames of a user's driver between this package and the checker."""
 _LIBRARY = f"{Path(linecache.__file__).parent}/"
-# A place ends at the first frame of a test runner, a notebook or multiprocessing.
+# A place ends at the first of these frames: those of test runners, notebooks and multiprocessing hide the program's.
 _RUNNERS = (
     *("/_pytest/", "/pluggy/", "/pytest_asyncio/", "/IPython/", "/ipykernel/"),
     *(f"{_LIBRARY}{name}" for name in ("multiprocessing/", "unittest/case.py", "unittest/async_case.py")),
@@ -190,7 +190,7 @@ def _cell(code: CodeType) -> str:
     """
     try:
         _, name = sys.modules["IPython"].get_ipython().compile.format_code_name(code.co_filename)
-    except (AttributeError, KeyError, TypeError):  # The code is not of a notebook, or IPython does not run.
+    except (AttributeError, KeyError, TypeError):  # Not the code of a notebook, or no IPython.
         return ""
     return f"cell {name.removeprefix('In').strip()}"
 

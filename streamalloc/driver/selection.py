@@ -42,7 +42,7 @@ def real() -> Driver:
     """
     try:
         (result,) = cuda.cuInit(0)
-    except Exception as reason:  # The type depends on the bindings' version.
+    except Exception as reason:  # Its class depends on the bindings' version.
         # `from None`: the message contains the reason, and the traceback of the bindings' loader would not help.
         raise DriverNotFoundError(_not_found(f"libcuda.so.1 could not be loaded: {str(reason).rstrip('.')}")) from None
     if result:
@@ -370,7 +370,7 @@ def as_asked(driver: Driver) -> Driver:
     test = None if _CHECK else parent_test()
     if _CHECK == "0" or (not _CHECK and test is None):
         return driver
-    if hasattr(driver, "listener"):  # The driver is a checker already, or wraps one.
+    if hasattr(driver, "listener"):  # Two checkers would report each hazard twice.
         return driver
     found = _checked.get(id(driver))
     if found is None:

@@ -38,7 +38,8 @@ class Wrapper(_Functions):  # type: ignore[misc]
         if name.startswith("__"):
             raise AttributeError(name)
         target = getattr(self.wrapped, name)
-        # A capital after "cu" marks a function (cuMemAlloc), unlike other names (cuuint64_t, CUstream).
+        # Only functions are wrapped. They have a capital after "cu" (cuMemAlloc), unlike other names (cuuint64_t,
+        # CUstream).
         if not (name.startswith("cu") and name[2:3].isupper()):
             return target
 
