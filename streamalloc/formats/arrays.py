@@ -109,8 +109,7 @@ def _window(device: tuple[int, int]) -> Any:
         # The window begins at address 1, because for an array at address 0 NumPy would allocate memory.
         shape = (ctypes.c_int64 * 1)(_ADDRESSES)
         managed = _Managed(1, 0, None, None, 0, DLTensor(1, CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
-        # The struct is never freed: at the interpreter's exit this module is cleared before the arrays that use the
-        # struct.
+        # Never freed: at the interpreter's exit, this module is cleared before the arrays that still use the struct.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
         made = np.from_dlpack(_Everything(managed)).view(_window_type())
         managed.dl_tensor.device_type, managed.dl_tensor.device_id = device
@@ -195,7 +194,7 @@ def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> N
 
 def interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return the NumPy element type and the shape of an array interface."""
-    # A plain type also has a `descr`, with one field that has an empty name.
+    # A plain type also has a `descr`, with one nameless field. NumPy would make a struct of it.
     described = [field for field in interface.get("descr") or () if field[0]]
     return np.dtype(interface["descr"] if described else interface["typestr"]), tuple(interface["shape"])
 
@@ -286,7 +285,7 @@ def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
         return element.tobytes() == padded
     if dtype.names is not None:
         return isinstance(value, (tuple, np.void))
-    if dtype.kind == "V" and dtype.type is not np.void:  # The type is one of ml_dtypes, such as bfloat16.
+    if dtype.kind == "V" and dtype.type is not np.void:  # Of ml_dtypes, such as bfloat16.
         return isinstance(value, (*_NUMBERS, np.number))
     given = np.asarray(value)
     rounds = dtype.kind in "fc" and given.dtype.kind in "biufc"
