@@ -171,7 +171,7 @@ class Bridge(Closes, abc.ABC):
         simulated driver and the library calls the CUDA driver.
         """
         if self._undo is None:
-            # In relaxed capture mode the driver calls made here invalidate no capture of other code.
+            # In any other capture mode, the driver calls made here would invalidate captures of other code.
             with self.sources.session.relaxed(), contextlib.ExitStack() as undo:
                 self._install(undo)
                 self._undo = undo.pop_all()
@@ -318,7 +318,7 @@ def free_after_all(item: FreeAfterAll) -> None:
     The host does not wait. The free is queued at once; while a stream is being captured, it is deferred.
     """
     queue = deferred_queue(item.session)
-    # After an error the item stays in the queue, and the free is attempted again later.
+    # An error is hidden, because a finaliser has no caller: the item stays in the queue, which attempts it again.
     with contextlib.suppress(CudaError):
         if unless_in_use(functools.partial(queue.end, item), None, item.session) is None:
             queue.submit(item)
@@ -384,7 +384,7 @@ class FreeAfterAll(Deferred):
 
 
 def _free_on(buffer: Buffer, stream: Stream) -> None:
-    with contextlib.suppress(ClosedError):  # Another thread has freed the buffer, which is no error here.
+    with contextlib.suppress(ClosedError):  # Another thread may have freed it.
         buffer.free(stream)
 
 
@@ -485,7 +485,7 @@ class Ledger:
             # request.
             del held, memory
             work(session)
-        # The finaliser of such a buffer frees the memory on the stream of the allocation, and raises nothing.
+        # The finaliser of a buffer of these classes frees the memory on the stream of the allocation, which is enough.
         elif session.usable and not (same and type(memory) in (PoolBuffer, CachedBuffer)):
             try:
                 memory.free(None if same else self.sources._use(ordinal, cast("int", handle), None)[2])

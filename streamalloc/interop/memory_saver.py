@@ -91,7 +91,7 @@ class TorchMemorySaver:
             on_host, on_disk = map(_flag, ("TMS_INIT_ENABLE_CPU_BACKUP", "TMS_INIT_ENABLE_DISK_BACKUP"))
             whole = self.region("default", on_host, on_disk)
             whole.__enter__()
-            # The region has to end before the interpreter's finalization, in which PyTorch's pools cannot be used.
+            # The region ends before the interpreter's finalization, in which a use of PyTorch's pools would fail.
             atexit.register(whole.__exit__, None, None, None)
 
     @contextlib.contextmanager
@@ -270,7 +270,7 @@ class TorchMemorySaver:
             group.device.synchronize()
             for buffer in () if self._retain else buffers:
                 self._hosts.pop(buffer, None)
-            # Attempts the deferred releases of this package, among them that of the host memory of the backups.
+            # Without this, the host memory of the backups would stay until another call attempts the deferred releases.
             work(session_of(group))
 
     @property
@@ -436,7 +436,7 @@ class TorchMemorySaver:
             return None
         if kind == _DISK:
             return self._on_disk(buffer)
-        # Another thread has allocated the buffer since `made` was filled.
+        # Not in `made` if another thread has allocated the buffer since.
         if buffer not in made and buffer not in self._hosts:
             made |= self._made({buffer: tag})
         return (self._hosts.get(buffer) or made[buffer]).slots[0]
@@ -488,7 +488,7 @@ def _checked_backend(backend: str | None) -> str | None:
 
 
 def _remove(path: Path, process: int) -> None:
-    if process == os.getpid():  # A forked child must not remove the files of its parent.
+    if process == os.getpid():  # The exit of a forked child would remove the parent's files.
         path.unlink(missing_ok=True)
 
 

@@ -329,7 +329,7 @@ def collect() -> int:
             kept.append(pool)
         else:
             _taken.pop(pool.id, None)
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # Drops the reference that _immortal() has added.
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # The reference of _immortal().
         del pool
     _ended.extend(kept)
     return freed + _return_segments()

@@ -310,7 +310,7 @@ class CuMemAllocator:
         PyTorch would abort the process.
         """
         if not library("torch").cuda.is_current_stream_capturing():
-            with contextlib.suppress(InUseError):  # Another thread is allocating.
+            with contextlib.suppress(InUseError):  # Another thread is allocating: no trim.
                 bridge.trim()
 
 
