@@ -214,7 +214,8 @@ def _end_of(connection: Connection) -> Callable[[], bool]:
     if found is None:
         number = connection.fileno()
         if stat.S_ISFIFO(os.fstat(number).st_mode):
-            # A descriptor opened with O_PATH does not keep the pipe open: readers still reach the end of the file.
+            # With O_PATH, because any other descriptor would keep the pipe open: readers would not reach the end of the
+            # file.
             pipe = Fd(os.open(f"/proc/self/fd/{number}", os.O_PATH | os.O_CLOEXEC))
             found = functools.partial(_has_no_readers, pipe)
         else:
@@ -246,7 +247,7 @@ def _has_ended(reference: weakref.ref[Any]) -> bool:
     child = reference()
     if child is None or child.returncode is not None:
         return True
-    sentinel = getattr(child, "sentinel", None)  # A process has no sentinel before its start.
+    sentinel = getattr(child, "sentinel", None)  # None before the start.
     return sentinel is not None and bool(wait([sentinel], 0))
 
 

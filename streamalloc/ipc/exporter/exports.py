@@ -274,7 +274,8 @@ class Lease(SharedState):
         the lease has ended. If it has not, nothing has changed. Raises CudaError.
         """
         with self.lock:
-            # An importer that opens the memory now must not find its descriptor stale for a moment.
+            # Under the lock: otherwise an importer that opens the memory now could find its descriptor stale for a
+            # moment.
             if self._in_transit() or not self._all_closing(self._using()):
                 return False
             ended = False
@@ -384,8 +385,7 @@ class Lease(SharedState):
             self._exports.leaving.append(self)
 
     def __del__(self) -> None:
-        # In a forked child nothing is released: the child has a copy of this object, but the words are shared with the
-        # parent.
+        # A forked child has a copy of this object. Its release would free words that the parent still uses.
         if getattr(self, "words", None) is not None and not self._exports.session.forked:
             self.release()
 
@@ -600,7 +600,7 @@ class Exports:
                 on_device = pool.location.type is MemLocationType.DEVICE
                 device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
                 found = pool.exported = PoolExport(pool, self, device)
-                if pool.closed:  # Another thread has closed it meanwhile, perhaps before it had this handle to end.
+                if pool.closed:  # Closed by another thread, which may not have ended this handle.
                     pool.exported = None
             return found
 

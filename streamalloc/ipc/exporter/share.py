@@ -326,8 +326,8 @@ def send(
     if shared._lease is None or not shared.held:
         channel.send(described.to_bytes(), handles, timeout=timeout)
     else:
-        # The message gets a hold of its own: importers of other bytes of ``shared`` end the hold of these bytes. The
-        # last handle is one end of a pipe. When every process has closed this end, the hold ends (class Hold).
+        # The message has a hold of its own, because importers of other bytes of ``shared`` end the hold of those. The
+        # last handle is one end of a pipe: when every process has closed it, the hold ends (class Hold).
         ours, theirs = map(Fd, os.pipe())
         hold_of_message = Hold(functools.partial(hung_up, ours))
         shared._lease.add_hold(hold_of_message)
@@ -564,7 +564,7 @@ def _refuse_imported(thing: object, *_: object) -> _Thing:
 def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports) -> _Thing:
     memory._check_open()
     stream = None if options.stream is None else as_stream(options.stream, exports.session, after=True)
-    # A descriptor of physical memory has no origin: importers open it as a chunk, and not as a range.
+    # Without an origin, so that importers open physical memory as a chunk, and not as a range.
     return _share_chunks(memory, exports, [memory], stream, options, Descriptor(Mechanism.PHYSICAL, size=memory.nbytes))
 
 

@@ -95,7 +95,7 @@ class Announcement(NamedTuple):
                 self.precede(stream, memory)
                 return
         if not self.written:
-            # The host's wait ends at the latest when the exporter dies: a thread of this process then writes the value.
+            # Without this, the wait would not end if the exporter dies. Then a thread of this process writes the value.
             self.block.expect(self.words, self.ready)
             while not self.written:
                 time.sleep(_PAUSE)

@@ -224,7 +224,8 @@ class Holdings:
         entry = epoch.entry
         epoch.nbytes, epoch.adopted = sum(epoch.chunks), True
         number, _ = self.lost.pop(entry.key, (0, ""))
-        # A later commit whose contents were never complete also had a number. This number must not be given again.
+        # A later commit whose contents were never complete had a number. If it were given again, two epochs would have
+        # one number.
         entry.number = max(epoch.number, number)
         entry.current, self.entries[entry.key] = epoch, entry
 
@@ -489,7 +490,7 @@ class Holdings:
         lost.
         """
         self.release()
-        # A server that was killed while it wrote the journal has left the second file.
+        # The second file is left if a server is killed while it writes the journal.
         for path in (self._journal, self._journal.with_suffix(".new")):
             path.unlink(missing_ok=True)
 

@@ -328,7 +328,7 @@ class KeeperProcess:
             channel.send(b"END=1", timeout=_SECONDS)
             channel.receive(timeout=_SECONDS)
         if self._process is not None:
-            self._process.kill()  # The process has answered that it ends, or will never answer.
+            self._process.kill()  # It has answered that it ends, or will never answer.
             self._process.wait()
 
 

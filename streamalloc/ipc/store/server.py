@@ -328,7 +328,7 @@ class StoreServer(Closes):
             client.sends = ()
             client.answer = self._refusal(error)
         except Exception:
-            # An error in this server must not end the connections of other clients.
+            # Without this, a fault of the server in one request would end the connections of all clients.
             traceback.print_exc()
             self._drop(client)
         finally:
@@ -435,7 +435,7 @@ class StoreServer(Closes):
 
     def _confirm(self, client: _Client, tokens: list[str]) -> dict[str, Any]:
         if client.epoch is not None and client.epoch.number:
-            return {"epoch": client.epoch.number}  # The request of another rank has already published the whole group.
+            return {"epoch": client.epoch.number}  # Another rank's request has published the group.
         written = {f"{one.number} {id(one.epoch)}": one.epoch for one in self._clients.values()}
         epochs = [epoch for token in {*tokens} if (epoch := written.get(token)) is not None and len(epoch.files) > 1]
         if len(epochs) != len(tokens) or client.epoch not in epochs:

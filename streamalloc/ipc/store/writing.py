@@ -94,8 +94,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """Bytes of the range up to the end of the last allocation."""
         self._mapped = 0
         """Bytes that are mapped, from the start of :attr:`range`."""
-        # The range has as many addresses as the device has memory. Addresses cost no memory, and a range of this size
-        # never has to be moved.
+        # As many addresses as the device has memory, so that the range never has to be moved. Addresses cost no memory.
         capacity = self._rounded(device.memory_info().total)
         self._pending: tuple[Lease, int, Event] | None = None
         """The lease whose word ``ready`` announces the contents, the value that this word then reaches, and an event
@@ -392,7 +391,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """
         assert self._group is not None
         self._voted = True
-        # The host belongs to the name of a server: on another machine, a server of the same name is another server.
+        # With the host, because ranks of another machine may use another server of the same name.
         server = f"{self._group.host}/{self._connection.name}"
         found = self._group.allgather(json.dumps([server, token]).encode())
         return [tuple(json.loads(bytes(one))) for one in found]
@@ -402,7 +401,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         host waits for all work of the device. With a ``group``, no rank commits. Idempotent; no effect after a commit.
         Raises CudaError if the driver refuses: call it again then. Also raises the errors of the communicator.
         """
-        # An epoch whose connection has ended still has its memory.
+        # Not `closed`: an epoch whose connection has ended still has its memory, which would leak.
         if not self.epoch and not self.range.closed:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._release)

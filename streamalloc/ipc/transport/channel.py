@@ -270,7 +270,7 @@ def no_descriptors(needed: int) -> OSError:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     count = most
     with contextlib.suppress(OSError):
-        # listdir() itself has opened one descriptor for the folder.
+        # Less the descriptor that listdir() itself opens.
         count = len(os.listdir("/proc/self/fd")) - 1
     return OSError(errno.EMFILE, f"{count} of {most} file descriptors are open (ulimit -n), {needed} more are needed")
 
@@ -471,7 +471,8 @@ class Channel(_SocketOwner):
         end = deadline_after(timeout)
         connection = _Socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with undoing(connection.close):
-            # While the listener's queue is full, connect() fails with EAGAIN, and poll() has no event for it.
+            # While the listener's queue is full, a blocking connect() would exceed the timeout. This one fails with
+            # EAGAIN, for which poll() has no event.
             connection.setblocking(False)
             while True:
                 try:
@@ -779,7 +780,8 @@ class Listener(_SocketOwner):
         end = deadline_after(timeout)
         while True:
             try:
-                # Not by accept(), whose sockets have no quiet finaliser. It also makes enum members at each call.
+                # accept() of Python would return a socket whose finaliser warns. It also makes enum members at each
+                # call.
                 connection = _owned(self._socket.accept()[0])
                 break
             except OSError as error:

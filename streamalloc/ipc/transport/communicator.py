@@ -249,7 +249,8 @@ class Mesh(Closes):
         """Send a packet to all other ranks, and receive their messages into ``given``, by rank."""
         unsent = set(self._channels)
         while missing := {rank for rank in self._channels if rank not in given} | unsent:
-            # While a packet cannot be sent, messages are received: this makes space in the queues of the other ranks.
+            # While a packet cannot be sent, messages are received. Otherwise ranks with full queues would wait for each
+            # other.
             unsent -= {rank for rank in sorted(unsent) if self._sent(rank, packet, handles)}
             ready = select.poll()
             awaited = {self._channels[rank].fileno(): rank for rank in missing if rank not in given}
@@ -710,7 +711,7 @@ class TorchCommunicator(_Group):
             packets = [bytes(self._store.get(key)) for key in keys]
             # All ranks have made this call, so all have read the packets of the call before, and this rank's packet can
             # be deleted. At the first call the key is empty, and nothing is deleted.
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # Some stores cannot delete keys.
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # Some stores cannot delete.
                 self._store.delete_key(self._last)
             self._last = keys[self.rank]
         except RuntimeError as error:

@@ -63,7 +63,7 @@ def _serve(listener: Listener) -> None:
             client = listener.accept()
             threading.Thread(target=_answer, args=(client,), name="streamalloc handles", daemon=True).start()
         except PermissionError:
-            pass  # accept() has already refused and closed a client of another user.
+            pass  # Of another user: accept() has closed it.
         except (OSError, RuntimeError):
             # No file descriptor or no thread is free. The client waits in the listener's queue until the next try.
             time.sleep(0.01)

@@ -214,7 +214,8 @@ class ExporterMark(Mark):
 
     def __del__(self) -> None:
         word = getattr(self, "_word", None)
-        # A forked child has a copy of this object, but the word is shared with the parent and must stay.
+        # A forked child has a copy of this object. If it cleared the word, which is shared, the parent would lose its
+        # mark.
         if word is not None and not self._block.session.forked:
             self._word = None
             word.value = 0
@@ -400,7 +401,7 @@ class ControlBlock:
         does not cover all work that the stream waits for (:attr:`Stream.sees_all_work`).
         """
         if stream.sees_all_work:
-            with self.session.relaxed():  # A query in the thread's own mode could end a capture of another stream.
+            with self.session.relaxed():  # Otherwise it may invalidate captures.
                 result = self.session.cuStreamQuery(handle)[0]
             if not result:
                 word.value = value
