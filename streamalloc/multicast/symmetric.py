@@ -74,7 +74,7 @@ class SymmetricBuffer(BufferView):
     ClosedError.
     """
 
-    _ptr = None  # None: fills and copies then read the properties ``stream`` and ``owner`` of this class.
+    _ptr = None  # None: so fills and copies read the properties ``stream`` and ``owner``.
 
     def __init__(self, owner: SymmetricMemory, mapping: Mapping, start: int, nbytes: int, device: Device) -> None:
         super().__init__(mapping, start, nbytes)
@@ -502,8 +502,8 @@ class SymmetricMemory(Closes, Shown):
         if not self._leaving:
             devices = self._resources.devices
             try:
-                # The first step is a barrier of the hosts. After that, all ranks have queued the signals for which
-                # other devices wait.
+                # A barrier of the hosts comes first: without it, a device could wait for a signal that a rank has not
+                # queued yet.
                 self._group.step("meet", lambda rank: None, deadline)
                 self._group.step("finish", lambda rank: failed.extend(finish_all([devices[rank]], deadline)), deadline)
             except SymmetricMemoryError as first:
@@ -638,7 +638,7 @@ class _DroppedMemory(Deferred):
         return False
 
     def _wait(self) -> None:
-        # After an error, such as a capture by other code, the next attempt() starts a new thread.
+        # An error, such as a capture by other code, is hidden here: the next attempt() starts a new thread.
         with contextlib.suppress(Exception), self.resources.session.relaxed():
             _satisfy_and_finish(self.resources, self._signals, None)
             self._idle = True

@@ -201,7 +201,7 @@ class BindingNode(HandleNode):
         if state is not None:
             self.object.members[state] = state.objects[self.object] = state.bindings[self] = None
             for mapping in list(state.mappings):
-                if mapping.given_up:  # The range was dropped, and its mapping waits for work.
+                if mapping.given_up:  # Dropped, but mapped until queued work is done: it must also outlive the object.
                     mapping.reservation.objects[self.object] = None
 
     def unlink(self) -> None:

@@ -470,7 +470,7 @@ class MulticastObject(GenericAllocation):
             for node in (*self._node.bound(), *self._state.mappings, self._node):
                 node.end()
         finally:
-            # This releases closed memory and addresses that have waited for the object's release.
+            # Otherwise closed memory and addresses that waited for the object's release would stay until another call.
             self._node.allocations.work()
 
     def end(self, after: After = None) -> None:
@@ -504,7 +504,7 @@ class MulticastObject(GenericAllocation):
         finally:
             if node.gone:
                 node.unlink()
-                self._node.allocations.work()  # This releases closed memory that has waited for the unbind.
+                self._node.allocations.work()  # Releases closed memory that waited for the unbind.
 
     # -- checks ----------------------------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ class RankGroup:
             try:
                 outcomes[rank] = do(rank) or b""
             except BaseException as error:
-                # KeyboardInterrupt must be sent as an outcome, too: the other ranks wait for it.
+                # KeyboardInterrupt too: without an outcome of this rank, the other ranks would wait for it.
                 outcomes[rank] = error
                 break
         try:

@@ -122,8 +122,8 @@ class RankResources(Deferred):
         nbytes, driver = self.physical_bytes, self.session.driver
         self.ranges.append(AddressRange(self.size * nbytes, driver=driver))
         if self.multicast is not None:
-            # The driver requires an address that is a multiple of the largest power of two that divides the object's
-            # size.
+            # Otherwise the driver refuses the map: the address must be a multiple of the largest power of two that
+            # divides the object's size.
             self.ranges.append(AddressRange(nbytes, alignment=nbytes & -nbytes, driver=driver))
 
     def map(self) -> None:
