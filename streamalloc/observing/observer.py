@@ -226,7 +226,8 @@ class Account:
         self._enter_notes()
         live = [one for one in [*self.live.values()] if one.source.location == location]
         if allocators is not None:
-            # `keyrefs` lists the references in one call: other threads allocate, and add sources, meanwhile.
+            # `keyrefs` lists the references in one call. A loop would raise if another thread allocates and adds a
+            # source.
             known = [one for reference in self._sources.keyrefs() if (one := reference()) is not None]
             counted = [one for one in known if one in allocators or getattr(one, "pool", None) in allocators]
             own = {id(self._sources.get(one)) for one in counted}
@@ -322,7 +323,7 @@ class Account:
             try:
                 one = self._unreported.popleft()
             except IndexError:
-                return  # Another thread has removed the last unreported free.
+                return  # Removed by another thread.
             self.on_free(one)
 
     def settle(self) -> None:
@@ -345,7 +346,8 @@ class Account:
             if self._entering is None:
                 self._entering = threading.get_ident()
                 try:
-                    # The loop is in a function of its own: see `streamalloc.driver.locks`.
+                    # In a function of its own, because a loop here can skip the finally clause: see
+                    # `streamalloc.driver.locks`.
                     self._enter_some(len(self._notes))
                 finally:
                     self._entering = None
@@ -422,7 +424,7 @@ def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
     if isinstance(target, (VirtualBuffer, AddressRange)):
         found = [(one.address, one.nbytes, one.memory.location) for one in target.mappings]
     elif isinstance(target, PageSpace):
-        # Pages that are mapped to the same physical page count once.
+        # One entry for each physical page, because aliases of a page use no more memory.
         numbers, size = target.numbers, target.page_size
         pages = {int(numbers[page]): page for page in reversed(target.committed.tolist())}
         found = [(target.address + page * size, size, target.location) for page in pages.values()]
