@@ -117,7 +117,7 @@ class GrantsAccess(Allocator):
     def reachable_from(self, device: Device) -> bool:
         if self.managed or self.location == device.location:
             return True
-        # The handle of a closed pool stays valid while the pool has buffers.
+        # Not `checked_raw`: the handle of a closed pool stays valid while the pool has buffers.
         with self._session.relaxed():
             flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
         return MemAccess(int(flags)) is not MemAccess.NONE

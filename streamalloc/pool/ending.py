@@ -115,7 +115,7 @@ class PoolEnd(HandleEnd):
         """
         if self._resigned or self._raw is None:
             return
-        # With bindings that cannot read the current pool, this pool cannot have become current.
+        # If the bindings cannot read the current pool, they cannot set it either: this pool is not current.
         known = has_calls_of_its_own(*self._place) or hasattr(self._session.driver, "cuMemGetMemPool")
         if known and int(existing_pool(self._session, "", *self._place)) == int(self._raw):
             set_current_pool(self._session, existing_pool(self._session, "Default", *self._place), *self._place)

@@ -176,7 +176,7 @@ class OnceIdle(Deferred):
                     break
             else:
                 return False
-        return True  # After an error of a lost context, too: there is no work to wait for.
+        return True  # Also if the context is lost: no work is left.
 
 
 class PlainEnd(HandleEnd):
@@ -218,7 +218,7 @@ class PlainEnd(HandleEnd):
     def attempt(self) -> bool:
         if self._raw is None:
             return True
-        if self._call:  # The call waits, but an attempt must not.
+        if self._call:  # An attempt must not wait, as this call does.
             deferred_queue(self._session).submit(OnceIdle(self._session, self._free))
             return True
         if self._use is None:
@@ -504,7 +504,7 @@ class PlainMemory(_Source):
         more = () if name == "cuMemAlloc" else (self._flags,)
         try:
             return self._create(stream, name, nbytes, *more)[0]
-        except OutOfMemoryError as error:  # With these figures, `allocate_async` knows whether a free can make room.
+        except OutOfMemoryError as error:  # `allocate_async` needs them: can a free help?
             ask = functools.partial(self._session.call, "cuDeviceTotalMem", self.location.id)
             vars(error).update(requested=nbytes, total=None if more else read_or_none(ask))
             raise

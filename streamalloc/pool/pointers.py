@@ -116,7 +116,8 @@ def pointer_attributes(address: int, *, driver: Driver | None = None) -> Pointer
         address=address,
         kind=kind,
         device=device,
-        # For host memory of a pool that no device has access to, the driver reports a size but no start address.
+        # None for host memory of a pool without access of a device: the driver then reports a size, but no start
+        # address.
         base=ask.integer("RANGE_START_ADDR"),
         nbytes=ask.integer("RANGE_SIZE"),
         pool=pool,

@@ -334,7 +334,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
                 pool._open(session, handle, location, allocation_type)
                 pool._owner = None if ours else owner
                 return pool
-        return cls.from_handle(raw, owner=owner, location=location, driver=driver)  # Another thread was faster.
+        return cls.from_handle(raw, owner=owner, location=location, driver=driver)  # Lost a race: take that object.
 
     @staticmethod
     def _known(session: Session, raw: Any) -> MemoryPool | None:
@@ -632,7 +632,7 @@ def allocate(nbytes: int | str, stream: StreamLike) -> Buffer:
 
 def known_pools(session: Session) -> list[MemoryPool]:
     """Return the open pools of a driver that have an object in this process."""
-    # `valuerefs` lists the references in one call: during a loop over the dict, another thread could add a pool.
+    # `valuerefs` lists the references in one call. A loop over the dict would raise if another thread adds a pool.
     known = [reference() for reference in pools_of(session).alive.valuerefs()]
     return [pool for pool in known if isinstance(pool, MemoryPool) and not pool.closed]
 

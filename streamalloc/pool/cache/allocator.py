@@ -348,7 +348,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             return self._allocate_past(size, ordered, False)
         buffer: CachedBuffer = filled(CachedBuffer, self, block, size, ordered)
         if cache.ended or state.watchers:
-            # With `home` None, a free of the buffer calls `_free_cached`, which notifies the watchers.
+            # With `home` None, a free of the buffer takes the slower path `_free_cached`, which notifies the watchers.
             block.home = None
             for watcher in state.watchers:
                 watcher.allocated(self, block.address, size, ordered.checked_raw())
@@ -358,7 +358,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         """Return whether an allocation of ``nbytes`` bytes on ``ordered``, which is not being captured, may be served
         from the cache.
         """
-        # With cached memory, a checked driver could not determine which use belongs to which allocation.
+        # From a cache, a checked driver could not determine which use belongs to which allocation.
         if not nbytes or self._state.session.listener is not None:
             return False
         # If no owner keeps a library's stream alive, the stream can end without notice, and the driver may give its

@@ -146,7 +146,7 @@ class StreamCache(Deferred):
             if free:
                 try:
                     block = free.pop()
-                except IndexError:  # Another thread has taken the block.
+                except IndexError:  # Taken by another thread.
                     continue
                 served_from = free
                 break
@@ -372,7 +372,7 @@ class CacheState(Deferred):
         ``before`` is the stream cache of an ended stream that had the same ``id`` as a new stream, or None.
         """
         for one in [*self.stream_caches.values(), *([] if before is None else [before])]:
-            if one.ended and one.free_bytes:  # A buffer was freed after the end.
+            if one.ended and one.free_bytes:  # By a free after the end.
                 self.queue.submit(one)
         self.stream_caches = {at: one for at, one in self.stream_caches.items() if not one.finished}
 
@@ -401,7 +401,7 @@ class CacheState(Deferred):
 
         try:
             result = stream.in_context(buy_here, stream.checked_raw())
-        except OutOfMemoryError:  # A watcher, such as an observer with a limit, refused.
+        except OutOfMemoryError:  # Refused by a watcher, such as an observer with a limit.
             return None
         except CudaError:
             # If the memory was allocated, and then the context could not be restored, the block is kept as a free one.
@@ -434,7 +434,7 @@ class CacheState(Deferred):
         self.blocks.pop(address, None)
         pool = self._pool()
         free = self._pool_free if pool is None else pool.free_function
-        free = without_notifying(free, self.watchers)  # The watchers of the cache have recorded the free already.
+        free = without_notifying(free, self.watchers)  # They have recorded the free.
         refused = free(block, raw)[0]
         if refused and not is_gone(free_refused(refused, ordered)):
             self.blocks[address] = block
@@ -455,7 +455,7 @@ class CacheState(Deferred):
                 try:
                     with self.session.relaxed():
                         event = ordered_after(cache.device.default_stream, Stream.record)
-                except CudaError:  # A later call tries again with this block.
+                except CudaError:  # Kept for the next call.
                     self.dropped.append(block)
                     return
             for watcher in self.watchers:
@@ -538,7 +538,7 @@ class CacheState(Deferred):
                         # The deferred queue returns the blocks of a closed stream, perhaps only when the device is
                         # idle.
                         continue
-                    # Blocks of a stream that is captured, or closed meanwhile, are kept.
+                    # Kept if the stream is captured (a free would be a node of the graph), or was closed meanwhile.
                     with contextlib.suppress(CaptureError, ClosedError):
                         one.ordered(functools.partial(release, one))
             for event in frees:
