@@ -244,7 +244,7 @@ def member(name: str, value: Any, cls: Any) -> int:
         raise TypeError(f"Argument '{name}' must not be None")
     if not isinstance(value, cls):
         if not hasattr(value, "value"):
-            return int(value.value)  # This raises the AttributeError that the bindings raise.
+            return int(value.value)  # Raises the AttributeError of the bindings.
         raise wrong_type(name, cls.__name__, value)
     return int(value)
 
@@ -255,7 +255,7 @@ def number(name: str, value: Any, cls: Any) -> int:
 
     Bindings from CUDA 13 on accept numbers in these calls; older bindings raise the errors of :func:`member`.
     """
-    # Bindings that lack cuMemGetDefaultMemPool are older than CUDA 13, and refuse plain numbers.
+    # Bindings before CUDA 13 (without cuMemGetDefaultMemPool) refuse plain numbers, so the same errors are raised.
     if value is None or isinstance(value, cls) or not hasattr(cuda, "cuMemGetDefaultMemPool"):
         return member(name, value, cls)
     return int(value)

@@ -114,8 +114,8 @@ class Arenas(RangeMap[ReservedExtent]):
 
     def close(self) -> None:
         owned = list(self._owned)
-        # The look-ups of addresses are emptied first. A kernel that still runs then gets an error for its addresses,
-        # and does not crash the process at an unmapped one.
+        # The look-ups are emptied first: otherwise a kernel that still runs would find an unmapped address and crash
+        # the process.
         self.at, self._bases = {}, []
         for one in owned:
             one.close()

@@ -76,7 +76,7 @@ _acquire, _release = _lock.acquire, _lock.release
 _get_thresholds, _set_threshold = gc.get_threshold, gc.set_threshold
 _held = 0  # How often the thread that holds the lock has acquired it without releasing it.
 _depth = 0  # Nesting depth of the calls of the thread that holds the lock.
-# First threshold of the garbage collector as the program has set it. This value is restored after the calls.
+# First threshold of the garbage collector as the program has set it, to be restored after the calls.
 _threshold = gc.get_threshold()[0]
 
 
@@ -89,7 +89,7 @@ def enter(is_main: bool = False) -> None:
     """
     global _depth, _held, _holding, _threshold
     if is_main:
-        if not _holding:  # A handler of the program that is not replaced yet can raise an error in this block.
+        if not _holding:  # A handler that is not replaced yet may raise here.
             if [*map(_get_handler, _SIGNALS)] != _handlers:
                 _remember_handlers()
             for number in _replaced:
@@ -100,7 +100,7 @@ def enter(is_main: bool = False) -> None:
     if _held == 1:
         _threshold = _get_thresholds()[0]
         _set_threshold(0)
-    # A collection that Python 3.12 or newer has scheduled runs before this line, outside of the call.
+    # Last: a collection that Python 3.12 or newer has scheduled must run before this line, outside of the call.
     _depth += 1
 
 
@@ -148,7 +148,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
         try:
             enter(is_main)
             entered += 1
-        # A handler of a signal that is not delayed raised an error. This thread must still take the lock again.
+        # Raised by a handler of a signal that is not delayed. The caller needs the lock, so the loop goes on.
         except BaseException as raised:
             error = raised
     if is_main:

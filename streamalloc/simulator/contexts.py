@@ -227,7 +227,7 @@ class Context:
         if stream.legacy is not None and stream.legacy.peers is not None:
             learn(stream.legacy.clock, stream)
             if stream.operations:
-                # The legacy stream must stay ordered after the work that is still queued.
+                # Without this operation, the legacy stream would no longer come after the work that is still queued.
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
             del stream.legacy.peers[stream]
 

@@ -188,7 +188,7 @@ class SharedWords:
 
 
 def _close(words: memoryview[int], physical: Physical) -> None:
-    words.release()  # The release also unmaps the file.
+    words.release()  # Otherwise the file stays mapped.
     physical.close()
 
 
@@ -214,7 +214,7 @@ class Usage(SharedWords):
         self.physical.seal()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._prefix = f"streamalloc:usage:{labels.machine}:"
-        # The number of the machine object tells apart files that had the same descriptor, one after the other.
+        # With the number of the machine object, because files may have the same descriptor one after the other.
         self._name = f"{os.getpid()}:{self.physical.fd}:{labels.owner:x}"
         self._socket.bind(f"\0{self._prefix}{self._name}")
         self._others: dict[str, SharedWords] = {}

@@ -111,7 +111,7 @@ class Machine:
         found = visible(chosen(), [device.uuid for device in self._all_devices])
         check(found, Result.CUDA_ERROR_NO_DEVICE)
         if self.spec.given_name:
-            # From now on all processes of the machine count the memory of each bank together.
+            # Without the file, each process of the machine would count only its own memory of a bank.
             self._usage = Usage(self.labels)
             self.banks.host.share(self._usage, HOST_BANK)
             for device in self._all_devices[:HOST_BANK]:
@@ -236,7 +236,7 @@ class Machine:
         self._leave_capture(stream)
         context.forget(stream)
         if not stream.operations:
-            # When an idle stream is destroyed, pools learn of its frees as at a synchronisation (observed on H200:
+            # When an idle stream is destroyed, pools find its frees as at a synchronisation (observed on H200:
             # test_placements).
             self.synchronize(stream.done_with(), lambda: True, told=False)
         self.scheduler.retire(stream)
@@ -292,7 +292,7 @@ class Machine:
         """
         self.allocations.remove(allocation)
         if isinstance(allocation, allocations.ManagedMemory):
-            # NumPy arrays over this memory then read a fixed byte (ReservedExtent.close).
+            # NumPy arrays over it must not crash: they then read a fixed byte (ReservedExtent.close).
             self.banks.arenas.remove(allocation.reservation)
         elif isinstance(allocation, _OF_HEAPS) and allocation.block is not None:
             assert allocation.context is not None

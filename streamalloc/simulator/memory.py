@@ -266,8 +266,7 @@ def is_accessible(address: int, size: int, write: bool = False) -> bool:
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
         return False
-    # EINVAL means missing permissions, or a Linux before 5.14. The list of mappings shows which of the two, but is
-    # slower.
+    # EINVAL: missing permissions, or a Linux before 5.14. Only the list of mappings, which is slower, shows which.
     return _process_maps("rw" if write else "r").covers(address, end)
 
 
@@ -336,7 +335,7 @@ class ReservedExtent(Extent):
         self.mapped.add(self.base, self.end)
 
     def unmap(self, start: int, size: int) -> None:
-        # An error means that the process cannot have more mappings. The pages then stay, and no call uses them.
+        # Fails if the process cannot have more mappings. The pages then stay, which is safe: no call uses them.
         with contextlib.suppress(OSError):
             _mmap(start, size, _PROT_NONE, _MAP_FIXED | _RESERVED)
         self.mapped.remove(start, start + size)

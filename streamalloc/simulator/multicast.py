@@ -187,7 +187,7 @@ class MulticastTable(SharedWords):
         self.close()
 
     def _forget(self, which: Callable[[TeamBinding], bool]) -> None:
-        # The block has no loop: on Python 3.12 and newer, an exception of a signal handler in a loop can leave the lock
+        # No loop in this block: on Python 3.12 and newer, an exception of a signal handler in a loop can leave the lock
         # held.
         with self.locked():
             self._clear(which)

@@ -91,7 +91,7 @@ class Pool(Accessible):
         # A new pool reserves all its addresses, so that no other reservation gets them (observed on H200: test_pools).
         self._reservation = banks.arenas.add(ReservedExtent(self.line.capacity, CHUNK, low=True))
         self.base: int = self._reservation.base
-        # NumPy arrays can refer to memory of the host, even after a free, see :data:`.memory.FREED`.
+        # NumPy arrays may read memory of the host even after a free, and must not crash: see :data:`.memory.FREED`.
         self._on_host = self.managed or self.device is None
         banks.pools[self.handle] = self
 
@@ -210,7 +210,7 @@ class Pool(Accessible):
         """
         most, needed = len(missing), len(missing) * CHUNK
         if not self._banks.make_room(self.bank, needed, self) and self.device is None:
-            most = had  # After a growth that failed, a host pool has as many chunks as before.
+            most = had  # A failed growth leaves a host pool its old size.
         room = self.bank.free
         if self.max_size:
             room = min(room, self.max_size - self.reserved)

@@ -393,7 +393,7 @@ def load(name: str) -> Profile:
             raise FileNotFoundError("there is no such file")
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # A path with a null byte raises ValueError.
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path.
         raise ProfileError(f"profile={name!r} cannot be read: {error}") from None
     if len(data) > _MOST_BYTES:
         raise ProfileError(f"profile={name!r} has more than {_MOST_BYTES} bytes")
@@ -448,7 +448,7 @@ class MachineSpec:
             raise ValueError(f"kernels must be 'refuse' or 'ignore', got {self.kernels!r}")
         if self.memory is not None and self.memory < 1:
             raise ValueError(f"memory must be at least 1 byte, got {self.memory}")
-        if self.multicast_slots < 0 or not self.patience >= 0:  # NaN seconds are refused, too.
+        if self.multicast_slots < 0 or not self.patience >= 0:  # `not >=` refuses NaN, too.
             given = f"multicast_slots={self.multicast_slots}, patience={self.patience}"
             raise ValueError(f"multicast_slots and patience must be at least 0, got {given}")
         object.__setattr__(self, "profile", load(os.fspath(self.profile_name)))

@@ -152,7 +152,7 @@ def address(value: Any) -> Any:
     try:
         return view_address(value)
     except TypeError:
-        return value  # The driver's function converts such a value, or refuses it.
+        return value  # The driver's function converts or refuses it.
 
 
 class Argument:
@@ -197,7 +197,7 @@ class Argument:
     def back(self, given: Any, converted: Any) -> None:
         if converted is given or not _is_struct(type(converted)):
             return
-        # The other bytes of such a struct point to the list of the converted struct, and must not be copied back.
+        # Only these bytes: the others point to the list of the converted struct, which the caller must not get.
         if self._from.__name__ in STRUCTS_IN_LISTS:
             given.dptr = int(converted.dptr)
         elif self._from.__name__ == "cudaGraphNodeParams":

@@ -518,7 +518,7 @@ class Scheduler:
             if self.closed:
                 self.on_close()
         finally:
-            self._worker = None  # After an error, too: the next operation then starts another thread.
+            self._worker = None  # After an error too, because otherwise the next operation would start no thread.
             call_lock.leave()
 
     def _polls(self) -> bool:
@@ -560,7 +560,7 @@ class Scheduler:
                 alone = exiting or self._worker is None
                 if (alone or self._random is None) and self.pump(heavy=alone):
                     continue
-                # No other thread runs any more that could end the wait.
+                # No other thread could end the wait.
                 check(not exiting, Result.CUDA_ERROR_DEINITIALIZED)
                 often = polled or self._polls()
                 self._sleep(POLL_SECONDS if often else _NAP_SECONDS)

@@ -115,7 +115,7 @@ class ArrayCalls(CopyCalls):
         nor flags.
         """
         width, height, depth = (int(getattr(descriptor, name, 0)) for name in ("Width", "Height", "Depth"))
-        # CUDA checks the width before the format, which determines the result code.
+        # The width comes before the format, as in CUDA: if both are wrong, the first check determines the result code.
         check(width or getattr(descriptor, "Flags", 0) & _SPARSE)
         number, channels = arguments.number_in(descriptor, "Format", None), int(descriptor.NumChannels)
         flags = getattr(descriptor, "Flags", 0)

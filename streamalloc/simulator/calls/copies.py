@@ -214,7 +214,7 @@ class CopyCalls(VirtualMemoryCalls):
         ``contexts``: contexts of target and source; None: the current context for both.
         """
         shape = Shape(int(copy.WidthInBytes), int(copy.Height), depth)
-        if not shape.size:  # A copy of no bytes succeeds with any addresses and pitches.
+        if not shape.size:  # Not checked further: any addresses and pitches.
             self._copy(Side(0), Side(0), shape, hStream)
             return
         target, source, kinds = self._sides(copy, shape)

@@ -134,7 +134,7 @@ class MemoryCalls(VirtualMemoryCalls):
             allocation.pool.free_now(allocation.block)
         elif isinstance(allocation, allocations.GraphAllocation):
             self.allocations.remove(allocation)
-            allocation.memory.freed(dptr)  # As for memory of a pool, the host does not wait.
+            allocation.memory.freed(dptr)  # No drain: the host does not wait, as for a pool.
         else:
             self.drain(allocation.device)
             check(self.allocations.at.get(dptr) is allocation)

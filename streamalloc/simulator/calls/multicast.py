@@ -181,7 +181,7 @@ class MulticastCalls(CopyCalls):
             not_modelled(len(self.span(address, size)) > 1, "cuMulticastBindAddr of more than one mapping")
             return Backing(memory.physical, memory.offset + address - mapping.base, memory.properties.device, memory)
         check(address + size <= allocation.end)
-        check(pool is not None)  # As documented, the memory must be of cuMemCreate or of a pool.
+        check(pool is not None)  # Documented: of cuMemCreate or of a pool.
         pool = need_a(Pool, pool, "cuMulticastBindAddr of another process's pool memory")
         return Backing(pool.physical, address - pool.base, pool.device, allocation=allocation)
 

@@ -162,7 +162,7 @@ class StreamCalls(Calls):
             return
         if captured:
             if hEvent.record is not None:
-                # The event was recorded for work outside of the graph, and a graph cannot wait for such work.
+                # A graph cannot wait for the event's work, which is outside of the graph.
                 hStream.capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
             return
         hEvent.make_wait(hStream)
