@@ -141,7 +141,7 @@ def _stand_in(module: str, name: str, function: Callable[..., Any]) -> Callable[
         # is this stand-in now. The stand-in would call itself for ever, so the original is called.
         return (function if found is _call else found)(*args, **named)
 
-    return _call  # Reports leave out frames of functions whose names begin with an underscore.
+    return _call  # An underscore, so that reports leave out its frame.
 
 
 def install_in_child() -> None:

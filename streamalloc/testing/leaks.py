@@ -346,10 +346,10 @@ class Watch(Leaves):
             if key in self._descriptors or number in _interpreters():
                 continue
             if owner is None and name.startswith(_MACHINE) and key not in exported:
-                # The simulated machine owns the descriptor.
+                # Of the simulated machine: no leak of the program.
                 continue
             if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
-                # The owner of the descriptor is reported as an object, or the package itself keeps the owner.
+                # Not reported twice: the owner is reported as an object, or the package itself keeps it.
                 continue
             if kind or key in exported or owner is not None:
                 place = _places.of(owner) or exported.get(key, ())
@@ -441,7 +441,7 @@ def _descriptors() -> dict[tuple[int, int, int], str]:
     """Return the name of each open file of this process, by :func:`descriptor_key`."""
     found = {}
     for text in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # The descriptor that listdir() itself has used is closed by now.
+        with contextlib.suppress(OSError):  # That of listdir() itself is closed.
             if int(text) >= _STANDARD:
                 found[descriptor_key(int(text))] = os.readlink(f"/proc/self/fd/{text}")
     return found

@@ -157,7 +157,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in _FLAGS:
         try:
             _option(config, f"streamalloc_{name}")
-        except (ValueError, pytest.UsageError) as error:  # The type depends on pytest's version.
+        except (ValueError, pytest.UsageError) as error:  # Depends on pytest's version.
             raise pytest.UsageError(f"streamalloc_{name}: {error}") from None
     if config.getoption("streamalloc_check_all"):
         _follow_all(config)
@@ -280,7 +280,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     try:
         _prepare_marked(config, items)
     except pytest.UsageError as error:
-        if hasattr(config, "workerinput"):  # This is a worker of pytest-xdist, which does not show usage errors.
+        if hasattr(config, "workerinput"):  # A worker of pytest-xdist would not show it.
             print(f"ERROR: {error}", file=sys.stderr, flush=True)
         raise
 

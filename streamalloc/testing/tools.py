@@ -126,7 +126,7 @@ def settle() -> int:
     """
     gc.collect()
     left, end = work_all(), time.monotonic() + _PATIENCE
-    # A release that found a device busy is attempted again 20 ms later.
+    # A release that finds a device busy is attempted only every 20 ms, so one attempt does not suffice.
     while left and time.monotonic() < end:
         time.sleep(0.001)
         left = work_all()
@@ -161,7 +161,7 @@ def notebook(devices: int = 1) -> Checked:
     driver.set_default(None)
     chosen: Any = default_or_simulated(devices=devices, name=name)[0]
     os.environ["STREAMALLOC_DRIVER"] = choice = choice_of(chosen)
-    # With STREAMALLOC_CHECK in the environment, the default driver has a checker already, and must not get a second.
+    # With STREAMALLOC_CHECK, the driver has a checker already. A second would report each hazard again.
     machine: Checked = chosen if hasattr(chosen, "hazards") else driver.checked(chosen)
     driver.set_default(machine)
     found = Device.all(machine)
