@@ -339,7 +339,8 @@ class Replay:
                 # None if both are equal and no wait is needed.
                 both = streams[own[event.id]], streams[event.stream]
                 steps.append((-1, event.id, None if own[event.id] == event.stream else both))
-        # Indices of a list replace the numbers of allocations, which need not be consecutive.
+        # Numbers of allocations need not be consecutive. As indices of a list, they are faster to look up in the timed
+        # loop.
         slots = {number: slot for slot, number in enumerate(own)}
         self._live: list[Any] = [None] * len(slots)
         self._steps = [(nbytes, slots[number], stream) for nbytes, number, stream in steps]
@@ -440,7 +441,7 @@ def prepare(trace: Trace, on: str | Allocator, device: Device) -> Iterator[Repla
         resources.enter_context(device.current())
         resources.callback(device.synchronize)
         subject = make(device, trace.streams, resources)
-        # All frees must have completed on the device before the allocator is closed.
+        # Called before the allocator's close: all frees must have completed on the device by then.
         resources.callback(device.synchronize)
         yield Replay(trace, subject)
 

@@ -212,7 +212,7 @@ def read_trace(lines: Iterable[str], file: str = "") -> Trace:
         nonlocal number
         for line in lines:
             number += 1
-            if not line.isspace():  # Editors leave empty lines at the end.
+            if not line.isspace():  # An editor may add an empty line.
                 yield _event(line)
 
     try:
@@ -385,7 +385,7 @@ def from_calls(calls: Iterable[Call]) -> Trace:
                 # The earlier memory at this address was freed without a recorded call: by a graph, or with its pool.
                 recording.skipped[_UNSEEN] += 1
                 recording.free(address, stream, call.thread, call.time)
-            # An allocation of 0 bytes has no address, and no call frees it.
+            # Not of 0 bytes: such an allocation has no address, no call frees it, and it would count as leaked.
             if address:
                 recording.allocate(address, int(call.args[size]), stream, call.thread, call.time)
         elif call.name in _ENDERS and not failed and int(call.args[0]):
@@ -474,7 +474,7 @@ def _read_pickle(file: IO[bytes], device: int | None, name: str) -> Trace:
         snapshot = plain(data)
     except MemoryError:
         raise TraceFormatError("the pickle is damaged", name) from None
-    except Exception as error:  # A damaged pickle raises almost anything.
+    except Exception as error:  # Damaged pickles raise any class.
         raise TraceFormatError(f"no plain pickle: {type(error).__name__}: {error}", name) from None
     return _of_snapshot(snapshot, device, name)
 
