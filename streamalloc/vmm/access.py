@@ -54,7 +54,7 @@ def rights_of(access: Access, session: Session, permission: MemAccess = MemAcces
         location = known_location(session, "access", place)
         if not isinstance(allowed, MemAccess):
             raise TypeError(f"access of {location} must be a MemAccess, not {type(allowed).__name__} ({allowed!r})")
-        # The driver has one permission for the whole host, whatever NUMA node is named.
+        # One key for the host: the driver has one permission for it, whatever NUMA node is named.
         rights[MemLocation.host() if location.on_host else location] = allowed
     return rights
 

@@ -521,8 +521,8 @@ class _State(CacheState):
         if self.limit and needed > self.limit:
             return None  # No move of chunks can help, and memory that is mapped for the request would stay.
         self.peak = max(self.peak, needed)
-        # The first attempt merges no small blocks and stays within the allowance. The second merges small blocks, and
-        # the third exceeds the allowance.
+        # The first attempt keeps small blocks, so that small allocations stay fast. The second merges them. The third
+        # exceeds the allowance.
         for least, exceeds in ((_SMALL + 1, False), (0, False), (0, True)):
             with self.lock:
                 cache.merge(least)
@@ -648,7 +648,7 @@ class _State(CacheState):
         for at, (first, last) in enumerate(gaps):
             start, stop = ranges.start_of(first), ranges.end_of(last)
             if last < segment.most and stop - nbytes >= first:
-                # The gap is larger than needed: use its end, and the free range after it.
+                # Larger than needed: use its end, because the free range after it then saves new memory.
                 start = (stop - nbytes) // page * page
             end, lacking, number = start + nbytes, 0, at
             while lacking < least:
@@ -681,7 +681,7 @@ class _State(CacheState):
                     for entry in segment.map(self._chunks(steps, at, event)):
                         at = entry.stop
                 if at < end:
-                    limit = 0  # The device has no memory left: move chunks from now on.
+                    limit = 0  # No memory is left: only moves help.
             finally:
                 self._give(cache, [(chunk.offset, chunk.stop) for chunk, _ in steps if chunk])
             if at > stop:
@@ -718,7 +718,7 @@ class _State(CacheState):
         """Remove a chunk of at most ``most`` bytes from a free range of ``cache``, and return the chunk. Return None if
         there is none, or while this package captures a stream.
         """
-        # During a capture, the event after the chunk's work could be recorded in the capture.
+        # Not during a capture: the event after the chunk's work could be recorded in the capture, and never complete.
         for part in () if self.queue.captures else cache.ranges:
             if part[1] - part[0] < self.segment.page:
                 break
@@ -780,7 +780,7 @@ class _State(CacheState):
                 spare.update(ranges)
             for one in self.live():
                 one.collect()
-                # The ranges are removed from the stream cache first: the event does not cover memory that the stream
+                # The ranges leave the stream cache before the record: the event would not cover memory that the stream
                 # frees later.
                 with self.lock:
                     one.merge(0)

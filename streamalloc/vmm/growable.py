@@ -190,7 +190,7 @@ class GrowableBuffer(VirtualBuffer):
             wait_for_users(after, self._session, (entry.rights for entry in spare))
             self.shrink_to(spare[0].offset, size)
         elif after is not None:
-            list(ends_of(after, self._session))  # Nobody waits, but the argument must be allowed.
+            list(ends_of(after, self._session))  # Checks the argument; nothing waits.
         if needed > self._mapped:
             most = self._chunk or needed - self._mapped
             starts = range(self._mapped, needed, most)

@@ -40,7 +40,7 @@ def covering(range: AddressRange, start: int, stop: int) -> list[tuple[GenericAl
     for entry in range._covering(start, stop):
         memory = entry.as_object()
         if memory.closed and isinstance(memory, PhysicalMemory):
-            # The object's handle is closed: get another handle by the mapping's address.
+            # A closed object has no handle to export. The driver gives another by the mapping's address.
             memory = PhysicalMemory.at(range.address + entry.offset, driver=range.driver)
         found.append((memory, entry.offset))
     return found

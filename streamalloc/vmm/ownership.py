@@ -133,7 +133,7 @@ class Node(Deferred):
         if mine:
             try:
                 if not self.in_use():
-                    # All are attempted, also after the driver has refused one.
+                    # All are attempted: one refusal must not keep the others from their release.
                     undo_all(one.attempt for one in self.owned())
                     if all(node.gone for node in self.before()):
                         self.release()

@@ -546,7 +546,7 @@ def import_memory(
     with undoing(memory.close):
         struct, specs = memory._queried(), memory._node.allocations.specs
         read = prop_bytes(struct)
-        # Reading a struct and finding its spec takes longer than importing a chunk, and chunks have equal properties.
+        # Kept by the bytes of the struct: to read a struct and find its spec takes longer than the import of a chunk.
         if read not in specs:
             specs[read] = spec_of(session, MemAllocationProp.from_driver(struct), exists=True)
         memory._set_spec(specs[read])

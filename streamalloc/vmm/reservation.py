@@ -314,7 +314,7 @@ class Reservation(HandleNode):
         Raises NotSupportedError, CudaError, and the errors of :func:`~streamalloc.vmm.access.wait_for_users`.
         """
         for entry in entries:
-            if entry._memory is not None:  # Buffers check the permissions of memory that they create.
+            if entry._memory is not None:  # None: a buffer, which checks itself.
                 entry._memory._check_access(rights)
         losing = [
             {where: had for where, had in entry.rights.items() if had & ~rights.get(where, had)} for entry in entries
@@ -398,7 +398,7 @@ class Reservation(HandleNode):
         """
         super().forget()
         for entry in self._live():
-            entry.gone = True  # The context no longer exists: nothing is left to unmap.
+            entry.gone = True  # It ended with the context.
         self.allocations.reservations.pop(self, None)
         self.entries.clear()
 

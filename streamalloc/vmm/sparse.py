@@ -471,7 +471,7 @@ class SparseArray(OwnsNode):
                 raise ValueError(f"{place} is mapped already")
         taken = pool._take(len(wanted), ordered, self.deferred)
         given = {tile: (pool, slot) for tile, (slot, *_) in zip(wanted, taken, strict=True)}
-        pool.memory._state.bindings[self._node] = None  # The array is destroyed before the pool's memory is released.
+        pool.memory._state.bindings[self._node] = None  # Orders the release: array, then memory.
         with undoing(lambda: self._node.done(pool)), undoing(lambda: pool._put_back(taken)):
             infos = [self._info(tile, pool, slot) for tile, (_, slot) in given.items()]
             # The driver maps a deferred array as a whole by one change, because its tiles are adjacent.
@@ -530,7 +530,7 @@ class SparseArray(OwnsNode):
         """Wait for queued maps, unmaps and copies, then destroy the array and return its tiles to their pools
         (``cuArrayDestroy``, ``cuMipmappedArrayDestroy``). Idempotent. Raises CudaError if the driver refuses.
         """
-        # It is not documented that `cuArrayDestroy` waits for queued work.
+        # Work may still use the array: it is not documented that `cuArrayDestroy` waits.
         for fence in self._node.last.values():
             fence.synchronize()
         if self._node.raw is not None:

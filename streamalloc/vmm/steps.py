@@ -50,7 +50,7 @@ def run_steps(session: Session, *steps: Step, last: Callable[[], T]) -> T:
                 act()
     except BaseException as first:
         with contextlib.ExitStack() as mode:
-            with contextlib.suppress(CudaError):  # An undo matters more than captures of other code.
+            with contextlib.suppress(CudaError):  # An undo is made even if it ends captures.
                 mode.enter_context(session.relaxed())
             for one in reversed(undos):
                 try:
@@ -141,7 +141,7 @@ class EvictSteps(BackupSteps):
         """Choose the buffers, and have the host wait for the users of their memory (:meth:`BackupSteps.wait`). Only
         mapped buffers will be unmapped; frozen buffers need no backup. Errors as for :meth:`VirtualBuffer.evict`.
         """
-        allocations_of(session_of(self.stream)).work()  # Objects that were dropped are no other users.
+        allocations_of(session_of(self.stream)).work()  # Otherwise dropped objects would count as users.
         self._tags = {buffer: tag for buffer, tag in tags.items() if not buffer.frozen}
         self.entries = {buffer: self._evictable(buffer) for buffer in tags if not buffer.evicted}
         rights = (entry.rights for several in self.entries.values() for entry in several)
@@ -228,7 +228,7 @@ class RestoreSteps:
                         self._create(buffer, move)
         finally:
             self._note_copies()
-        # The bytes of a buffer whose sleep failed, together with the undo, are still in its old memory.
+        # If the sleep of a buffer and the undo have failed, its bytes are in its old memory, which is mapped again.
         for buffer, eviction in self.evictions.items():
             if eviction.held:
                 buffer.undo_eviction(eviction.held)

@@ -381,7 +381,7 @@ def _serve(reference: weakref.ref[PageBudget], end: threading.Event) -> None:
             return
         except Exception as error:
             pause = _AFTER_ERROR
-            with contextlib.suppress(Warning):  # With warnings as errors, this thread must go on.
+            with contextlib.suppress(Warning):  # As an error it would end the thread.
                 warnings.warn(f"{budget!r} could not release what others have asked for: {error!r}", stacklevel=1)
         del budget
 

@@ -310,7 +310,7 @@ class Places(MappedBytes):
                     self._watch(page, place)
                 self.parked.pop(place, None)
 
-    # Watchers count a page once, at the address of one committed place.
+    # Watchers count a page once, at the address of one of its places. Otherwise aliases would count as more memory.
 
     def _watch(self, page: Page, place: int) -> None:
         if not page.watched_at:
@@ -459,7 +459,7 @@ class Parking(Deferred):
         """
         owner, physical = self._owner, self._owner.physical
         if owner.gone or owner.given_up:
-            return True  # The release of the space unmaps the pages.
+            return True  # The space's release unmaps them.
         mine = [place for place in self.places if owner.parked.get(place) is self]
         if mine and not self.fence.done():
             return False
@@ -646,7 +646,7 @@ class PhysicalPages(Claimable):
             try:
                 at, _ = self.newly_watched.popitem()
             except KeyError:
-                return  # Another thread notifies of the last address.
+                return  # Taken by another thread.
             for watcher in self.allocations.watchers:
                 watcher.mapped(at, self)
 
@@ -856,7 +856,7 @@ class PhysicalPages(Claimable):
             if not self.closed:
                 self.spare += unused
                 return
-        # Pages that the driver refuses to release are released later.
+        # An error must not hide the result of the caller: pages that the driver refuses to release are released later.
         with contextlib.suppress(CudaError):
             self._release(unused)
 
@@ -984,7 +984,7 @@ def mapped_apart(physical: PhysicalPages, pages: Sequence[Page], stream: Stream)
             addresses.unmap(after=())
     finally:
         if not whole.gone:
-            # The pages are still mapped. One more user keeps them from being used for other contents.
+            # Still mapped: without one more user, the pages would be used for other contents.
             physical.add_users(pages)
 
 

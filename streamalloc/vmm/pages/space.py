@@ -389,7 +389,7 @@ class SwapSpace(SpaceMemory):
         places.commit(mine)
         for place in mine:
             del places.stored[place]
-        if len(mine) < len(kept):  # Another thread has released the other places.
+        if len(mine) < len(kept):  # Others were released meanwhile.
             parking.fence.queueing = 0
             parking.begin()
         return mine
@@ -467,7 +467,7 @@ class SwapSpace(SpaceMemory):
         places = self._places
 
         def store() -> None:
-            mine = [place for place in moved if places.numbers[place] >= 0]  # Another thread has released the others.
+            mine = [place for place in moved if places.numbers[place] >= 0]  # Not released meanwhile.
             parking = Parking(places, Fence(self._session, [stream]))
             places.stored.update((place, moved.pop(place)) for place in mine)
             places.park(mine, parking)

@@ -513,7 +513,7 @@ def _indices(name: str, blocks: Blocks, count: int, nbytes: int, where: object) 
     if listed.dtype.kind not in "iu" and listed.size:
         raise TypeError(f"{name} must be indices, not {listed.dtype}")
     numbers = listed.ravel().astype(np.int64, copy=False)
-    # Viewed as unsigned, a negative number is a large number: one comparison finds both kinds of wrong indices.
+    # As unsigned, a negative number is a large one: one comparison, instead of two, finds all wrong indices.
     if numbers.size and int(numbers.view(np.uint64).max()) >= count:
         wrong = numbers[(numbers < 0) | (numbers >= count)]
         raise ValueError(f"{name}: block {wrong[0]} is none of the {count} of {size_text(nbytes)} in {where!r}")
@@ -687,7 +687,7 @@ class BlockTier(Tier, Closes):
         ``of`` has the index of each block in the tier. ``write``: whether the copies write to the memory.
         """
         count, near = len(numbers), stream.device == self.device
-        # The device copies the first blocks while the host prepares the later blocks.
+        # In steps, so that the device copies the first blocks while the host prepares the later blocks.
         cuts = range(_FIRST, count, _LAUNCH) if count > _LAUNCH and nbytes <= _SMALL else ()
         for at, end in itertools.pairwise([0, *cuts, count]):
             places = numbers[at:end] * nbytes + side.address
@@ -718,7 +718,8 @@ class BlockTier(Tier, Closes):
             raise ValueError("nbytes=0: a block has at least one byte")
         with self._lock:
             self._check_open()
-            # The loop is in a function of its own: see `streamalloc.driver.locks`.
+            # In a function of its own, because a loop in a `with` can leave the lock held: see
+            # `streamalloc.driver.locks`.
             self._grow_to(count, nbytes)
 
     def _grow_to(self, count: int, nbytes: int) -> None:
@@ -787,7 +788,7 @@ class BlockTier(Tier, Closes):
         the devices are idle (``cuMemHostUnregister``). If the driver refuses, the deferred queue tries again later.
         """
         queue = deferred_queue(session_of(self.device))
-        queue.work()  # First returns the room of dropped buffers.
+        queue.work()  # So that dropped buffers leave their room.
         for chunk in self._forget_unused():
             with contextlib.suppress(CudaError):  # The queue tries again later.
                 chunk.close()

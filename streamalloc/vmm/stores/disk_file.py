@@ -96,7 +96,7 @@ def _close(fd: Fd) -> None:
     _closing.append(closing)
     try:
         _thread.start_new_thread(_free, (number, closing))
-    except RuntimeError:  # While the interpreter exits, no thread can start.
+    except RuntimeError:  # No thread can start at the exit.
         _free(number, closing)
 
 
@@ -290,7 +290,8 @@ class DiskFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not self.direct:
                 raise
-            # The file system refuses direct reads and writes, or requires a larger alignment than PAGE.
+            # A file system may refuse direct reads and writes, or require a larger alignment than PAGE: go on without
+            # them.
             self._set_direct(False)
             return function(self._fd.fileno(), [room.data], position)
 

@@ -307,7 +307,8 @@ class HostTier(BlockTier):
         self._preparations: list[Future[int]] = []
         """Futures of :meth:`prepare` that are not done."""
         _all_tiers.add(self)
-        # Functions that were registered last are called first. Those of the simulated driver let no more calls through.
+        # Registered again to be last, and so called first: the exit function of the simulated driver lets no more calls
+        # through.
         atexit.unregister(_await_threads)
         atexit.register(_await_threads)
 
@@ -432,7 +433,7 @@ class HostTier(BlockTier):
             with contextlib.suppress(OutOfMemoryError):
                 whole = self._pinning.reserve(count * HUGE)
             pieces = [(at, min(at + _BLOCKS, count)) for at in range(0, count, _BLOCKS)]
-            # New pieces come first: a sleep that needs memory now comes before the rest of a preparation.
+            # New pieces come first, because a sleep that needs memory now must not wait for the rest of a preparation.
             self._pieces.extendleft(
                 (end - at, None if whole is None else whole[at * HUGE : end * HUGE]) for at, end in reversed(pieces)
             )

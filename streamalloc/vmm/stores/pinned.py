@@ -115,7 +115,8 @@ def fill(memory: Bytes, run: Run = map) -> Bytes:
     """
 
     def part(at: int) -> None:
-        # Kernels before 5.14 do not have this advice. Then the driver fills the pages when it pins them.
+        # EINVAL: kernels before 5.14 lack this advice. The driver then fills the pages when it pins them, which is
+        # slower.
         code = _advise(memory[at : at + _PART], _POPULATE)
         if code not in (0, errno.EINVAL):
             raise refused(OutOfMemoryError, "madvise", f"{size_text(memory.nbytes)}: {os.strerror(code)}")
