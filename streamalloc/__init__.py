@@ -128,7 +128,7 @@ def _later(module: str, name: str) -> Any:
 
 _above = streamalloc.core.resource.above
 _above.reduce_for_processes = _later("ipc.multiprocess", "reduce")
-# This import registers the package's classes with multiprocessing, for programs that never use ipc themselves.
+# Without this import, a program that uses no ipc itself could not send its buffers through multiprocessing's queues.
 _above.prepare_for_processes = functools.partial(importlib.import_module, "streamalloc.ipc.multiprocess")
 _above.raw_handles = _later("ipc", "raw_handles")
 _above.buffer_from_handle = _later("pool.plain", "buffer_from_handle")
