@@ -1,4 +1,4 @@
-"""alpaka: a blocking queue copies on the default stream, its kernels run on a non-blocking one.
+"""alpaka: a blocking queue copies on the default stream, and runs kernels on a non-blocking stream.
 
 https://github.com/alpaka-group/alpaka/issues/850
 cudaMemcpy waits for the streams that the default stream waits for. Non-blocking streams

@@ -1,8 +1,8 @@
-"""CUB: a caching allocator passes a block that it does not know as live to the driver.
+"""CUB: a caching allocator lets the driver free a block that is not in its table of live blocks.
 
 https://github.com/NVIDIA/cub/issues/329
-After a double free by the caller, the block is in the cache, and freed all the same.
-The cache frees it once more, or hands it out.
+After a double free by the caller, the driver has freed a block that is still in
+the cache. The cache frees the block once more, or returns it for an allocation.
 """
 
 from start import FIXED, SIZE, cuda, ok

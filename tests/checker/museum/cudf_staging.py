@@ -1,7 +1,7 @@
-"""cuDF: a pinned staging vector dies at the end of a function, before its copy.
+"""cuDF: a pinned staging vector is freed at the end of a function, before its copy is done.
 
 https://github.com/NVIDIA/cudf/pull/22321
-Its deallocation takes a stream and ignores it: memory of cudaMallocHost has no free in
+The deallocation has a stream argument and ignores it: memory of cudaMallocHost has no free in
 stream order.
 """
 

@@ -1,8 +1,8 @@
-"""CuPy: the pinned source of an asynchronous copy goes back to its pool before the copy.
+"""CuPy: the pinned source of an asynchronous copy is returned to its pool before the copy is done.
 
 https://github.com/cupy/cupy/issues/8789
-cupy.array() did not keep the source alive. The pool hands the memory out again, and its
-next owner writes into it.
+cupy.array() did not keep the source alive. The pool allocates the memory again, and
+the next owner writes to it.
 """
 
 from start import FIXED, NON_BLOCKING, SIZE, as_array, cuda, ok

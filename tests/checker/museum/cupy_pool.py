@@ -1,8 +1,8 @@
-"""CuPy: the pool gives a chunk to its stream again while another stream reads it.
+"""CuPy: the pool reuses a chunk on its stream while another stream reads it.
 
 https://github.com/cupy/cupy/issues/8068
-The default pool keeps free chunks per stream, and cannot be told that another stream
-uses one. Dropping the array is enough for a race.
+The default pool keeps free chunks per stream, and has no call to report the use of
+a chunk by another stream. Dropping the array is enough for a race.
 """
 
 from start import FIXED, NON_BLOCKING, SIZE, cuda, ok, wait

@@ -1,4 +1,4 @@
-"""FBGEMM: rows of a gradient that the kernel skips are returned as they are in memory.
+"""FBGEMM: rows of a gradient that the kernel skips are returned without a write to them.
 
 https://github.com/pytorch/FBGEMM/pull/5754
 The buffer comes from at::empty. Rows beyond max_length are never written, and reach the

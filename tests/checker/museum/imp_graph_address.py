@@ -1,4 +1,4 @@
-"""imp: the address of a step's temporary memory is baked into a graph that later steps replay.
+"""imp: the address of a step's temporary memory is captured in a graph that later steps replay.
 
 https://github.com/kekzl/imp/issues/1648
 The metadata of a step is allocated with cudaMallocAsync and freed after it. Replays

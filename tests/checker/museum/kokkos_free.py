@@ -1,4 +1,4 @@
-"""Kokkos: the release of a view relies on cudaFree to wait, which it does not for cudaMallocAsync.
+"""Kokkos: a view's release expects that cudaFree waits, which it does not for cudaMallocAsync.
 
 https://github.com/kokkos/kokkos/issues/9307
 The release of a view relied on cudaFree to synchronise with the kernels that use it.

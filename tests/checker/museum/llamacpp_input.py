@@ -1,4 +1,4 @@
-"""llama.cpp: the host writes the next batch while the last one is being copied to the GPU.
+"""llama.cpp: the host writes the next batch while the last batch is copied to the GPU.
 
 https://github.com/ggml-org/llama.cpp/pull/8897
 The scheduler keeps several copies of each input and orders them by events. In one case

@@ -1,4 +1,4 @@
-"""Megatron-LM: a gathered bucket goes back to its stream while the compute stream reads it.
+"""Megatron-LM: a gathered bucket is freed on the gather stream while the compute stream reads it.
 
 https://github.com/NVIDIA/Megatron-LM/issues/5788
 Parameters are gathered into memory of the gather stream, and read by kernels of the

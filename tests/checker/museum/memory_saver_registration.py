@@ -1,8 +1,8 @@
-"""torch_memory_saver: after resume(), a peer still has the memory that was there before.
+"""torch_memory_saver: after resume(), a peer still uses the former memory of the address.
 
 https://github.com/fzyzcjy/torch_memory_saver/issues/88
 resume() maps new memory at the old address. A registration that was made before, of
-NCCL or of a peer, keeps the old memory: what arrives there is never seen.
+NCCL or of a peer, keeps the old memory. The program never reads what arrives there.
 """
 
 import os

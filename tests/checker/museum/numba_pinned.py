@@ -1,4 +1,4 @@
-"""Numba: pinned memory stays after its array has gone.
+"""Numba: pinned memory is not freed after its array was dropped.
 
 https://github.com/numba/numba/issues/9507
 The object that should free the memory has no finaliser. Ten arrays of 200 MB leave 2 GB

@@ -1,8 +1,8 @@
-"""PyTorch: a cache of pinned memory forgets copies whose source begins inside a block.
+"""PyTorch: a cache of pinned memory does not record copies whose source begins inside a block.
 
 https://github.com/pytorch/pytorch/pull/68749
-A block is reused when the events of its copies are over. They were found by the
-tensor's address, which for a slice is not that of its block, and dropped.
+A block is reused when the events of its copies have completed. The cache looked up the
+block by the tensor's address. For a slice this is not the block's address.
 """
 
 from start import FIXED, NON_BLOCKING, SIZE, as_array, cuda, ok

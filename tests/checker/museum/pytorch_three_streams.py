@@ -1,4 +1,4 @@
-"""PyTorch: the memory of an async collective goes back to a stream that has not waited for it.
+"""PyTorch: memory of an async collective is reused on a stream that does not wait for the collective.
 
 https://github.com/pytorch/pytorch/issues/188655
 wait() orders the user's stream after NCCL's, and drops the reference that kept the

@@ -1,9 +1,8 @@
-"""RMM: memory of allocate_sync is promised to every stream, and no stream but one may use it yet.
+"""RMM: memory of allocate_sync is returned for all streams before its allocation is done.
 
 https://github.com/rapidsai/rmm/issues/2156
-It promises memory for every stream, allocates in the order of its own stream, and does
-not synchronise. compute-sanitizer calls the free on another stream a free before the
-allocation.
+allocate_sync allocates in the order of its own stream, and does not synchronise.
+compute-sanitizer calls the free on another stream a free before the allocation.
 """
 
 from start import FIXED, NON_BLOCKING, SIZE, cuda, ok

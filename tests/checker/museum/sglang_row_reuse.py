@@ -1,4 +1,4 @@
-"""SGLang: the row of a finished request is given away while the forward pass reads it.
+"""SGLang: the row of a finished request is reused while the forward pass reads it.
 
 https://github.com/sgl-project/sglang/pull/18803
 With overlap scheduling, results of step N-1 are processed while step N runs. A new

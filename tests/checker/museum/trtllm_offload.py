@@ -1,4 +1,4 @@
-"""TensorRT-LLM: a KV block comes back from the host before it has arrived there.
+"""TensorRT-LLM: a KV block is loaded from the host before its copy to the host is done.
 
 https://github.com/NVIDIA/TensorRT-LLM/pull/9056
 Blocks are offloaded on one stream and brought back on another. Pending writes of the

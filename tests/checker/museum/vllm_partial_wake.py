@@ -1,7 +1,7 @@
-"""vLLM: a forward pass runs after the weights have come back and before the KV cache has.
+"""vLLM: a forward pass runs after the weights were restored and before the KV cache was restored.
 
 https://github.com/vllm-project/vllm/issues/44395
-wake_up(tags=["weights"]) is there for a weight update. An idle rank still executes a
+wake_up(tags=["weights"]) is meant for a weight update. An idle rank still executes a
 dummy batch.
 """
 

@@ -1,7 +1,7 @@
-"""vLLM: a kernel is launched on any stream of PyTorch's pool, its result read on the current one.
+"""vLLM: a kernel is launched on a stream of PyTorch's pool, its result read on the current stream.
 
 https://github.com/vllm-project/vllm/pull/13632
-The FP4 quantisation asked for a stream of the pool instead of the current stream. Later
+The FP4 quantisation took a stream of the pool instead of the current stream. Later
 kernels read scales and values before they were written.
 """
 

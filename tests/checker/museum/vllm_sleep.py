@@ -1,4 +1,4 @@
-"""vLLM: sleep mode unmaps the KV cache while a step runs that nobody has waited for.
+"""vLLM: sleep mode unmaps the KV cache without a wait for the running step.
 
 https://github.com/vllm-project/vllm/pull/45615
 With a queue of batches, a step returns before its work is done. The path of dropped
