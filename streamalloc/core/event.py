@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from streamalloc.core.graph import Capture
 
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
+_OF_A_CAPTURE = "the event was last recorded in a capture, and launches of the graph do not record it: record it again"
 
 
 class EventLike(Protocol):
@@ -184,6 +185,11 @@ class Event(Closes, Shareable, Shown):
         """Whether :meth:`close` was called. Then all uses raise :class:`ClosedError`."""
         return self._raw is None
 
+    @property
+    def _capture_hint(self) -> str:
+        """Text for an error about an event that a capture by this package has recorded; empty for other events."""
+        return "" if self._capture is None else _OF_A_CAPTURE
+
     def _checked_raw(self) -> Any:
         raw = self._raw
         if raw is None:
@@ -192,19 +198,20 @@ class Event(Closes, Shareable, Shown):
 
     def query(self) -> bool:
         """Return whether the work before the event is done; True if the event was never recorded (``cuEventQuery``).
-        Raises ClosedError if the event was closed. Raises CaptureError if the event was recorded in a capture, or this
-        thread captures a stream in a mode other than ``"relaxed"``; the capture is then invalid.
+        Raises ClosedError if the event was closed. Raises CaptureError if the event was recorded in a capture that has
+        not ended, or this thread captures a stream in a mode other than ``"relaxed"``; the capture is then invalid.
+        Raises InvalidValueError if the event was last recorded in a capture that has ended.
         """
         raw = self._checked_raw()
         with self._session.beside_captures():
             result = self._session.cuEventQuery(raw)[0]
-        return not result or is_done(result, "cuEventQuery")
+        return not result or is_done(result, "cuEventQuery", self._capture_hint)
 
     def synchronize(self) -> None:
         """Block the host until the work before the event's last record is done (``cuEventSynchronize``), then attempt
         deferred releases. If the event was never recorded, the host does not wait. Errors as for :meth:`query`.
         """
-        self._session.call("cuEventSynchronize", self._checked_raw())
+        self._session.call("cuEventSynchronize", self._checked_raw(), hint=self._capture_hint)
         work(self._session, MOST_PER_SYNC)
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -219,7 +226,9 @@ class Event(Closes, Shareable, Shown):
         ClosedError
             The event was closed before the wait or during it.
         CaptureError
-            The event was recorded in a capture. The capture is then invalid.
+            The event was recorded in a capture that has not ended. The capture is then invalid.
+        InvalidValueError
+            The event was last recorded in a capture that has ended.
         """
         return finished(self).__await__()
 
@@ -284,15 +293,15 @@ class Event(Closes, Shareable, Shown):
         return f" {'closed' if self._raw is None else hex(int(self._raw))} of device {self.device.ordinal}"
 
 
-def is_done(result: Any, call: str) -> bool:
-    """Return whether ``result``, the ``CUresult`` of a query, says that the work is done. Raises CudaError if
-    ``result`` is an error. ``call`` is the name of the queried driver function.
+def is_done(result: Any, call: str, hint: str = "") -> bool:
+    """Return whether ``result``, the ``CUresult`` of a query, says that the work is done. Raises CudaError with
+    ``hint`` if ``result`` is an error. ``call`` is the name of the queried driver function.
     """
     if not result:
         return True
     if result == _NOT_READY:
         return False
-    raise error_from(result, call)
+    raise error_from(result, call, hint)
 
 
 def foreign_event(event: object) -> Any | None:

@@ -332,7 +332,9 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         ``stream``, too.
         """
         with stream._in_use:
-            stream.call("cuStreamWaitEvent", event._checked_raw(), 0)
+            wanted = stream.checked_raw(), event._checked_raw(), 0
+            hint = "" if self in self._queue.captures else event._capture_hint
+            stream.in_context(self._session.call, "cuStreamWaitEvent", *wanted, hint=hint)
             self.adopt(stream)
 
     def adopt(self, stream: Stream) -> None:

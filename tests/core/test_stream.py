@@ -113,6 +113,16 @@ class TestEvents:
         each_raises(sa.InvalidHandleError, lambda: end.elapsed_since(stream.record()), match="timing=True")
         each_raises(TypeError, lambda: end.elapsed_since(stream), match="start must be an Event, not Stream")  # type: ignore[arg-type]
 
+    def test_of_a_capture_that_has_ended(self, stream: sa.Stream) -> None:
+        with stream.capture() as graph:
+            event = stream.record()
+        graph.close()
+        uses = event.query, event.synchronize, lambda: stream.wait(event)
+        each_raises(sa.InvalidValueError, *uses, match="last recorded in a capture.*record it again")
+        stream.record(event)
+        event.synchronize()
+        assert event.query()
+
     def test_closed_by_two_threads_at_once(self, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
         """The second close runs where Python may switch threads in the first; the driver's event is reused once."""
         event = stream.record()
