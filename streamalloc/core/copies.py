@@ -323,7 +323,7 @@ def _keep_in_graph(stream: Stream, *used: object) -> None:
     """
     if stream._capture is not None:
         kept = [one._kept_by_graphs() if isinstance(one, MemoryBase) else one for one in used]
-        stream._capture.graph.kept += tuple(one for one in kept if one is not None)
+        stream._capture.graph.kept += [one for one in kept if one is not None]
 
 
 def access_hint(sides: Iterable[CopySide], stream: Stream) -> str:

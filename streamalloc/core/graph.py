@@ -56,7 +56,7 @@ class Graph(Closes):
         self._session = device._session
         self._handle = HandleEnd(self._session, "cuGraphDestroy", None)
         self._executable = HandleEnd(self._session, "cuGraphExecDestroy", None)
-        self.kept: tuple[object, ...] = ()
+        self.kept: list[object] = []
         """Objects whose memory the fills and copies of the graph use. The graph and its queued launches keep these
         objects alive.
         """
