@@ -49,7 +49,8 @@ Three locks keep captures and closes away from such work. A thread takes them in
 
 :func:`unless_in_use`, which finalisers call, takes the first two only if they are free
 (:func:`~streamalloc.core.deferred.unless_busy`). Locks of other areas that items need, such as those of leases and
-imports, come between 2 and 3.
+imports, come between 2 and 3. Work under one of them attempts no items of its stream
+(:func:`~streamalloc.core.stream.without_items`).
 """
 
 from __future__ import annotations

@@ -57,4 +57,5 @@ from streamalloc.core.stream import (
     may_be_captured,
     name_of_stream,
     this_thread,
+    without_items,
 )

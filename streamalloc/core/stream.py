@@ -638,17 +638,27 @@ def while_open(stream: Stream, act: Callable[[], T]) -> T:
     default stream would invalidate captures of blocking streams. Items of :func:`queue_behind` are not attempted,
     because these items take the locks of other streams.
     """
-    queue, me = deferred_queue(stream._session), get_ident()
+    queue = deferred_queue(stream._session)
     with queue.beginning if stream.is_default else stream._in_use:
         if stream.is_default and queue.captures:
             why = "a stream is being captured, and the call concerns all streams"
             raise refused(CaptureError, "work on a default stream", why)
-        try:
-            # `append` would be a call, after which a signal handler could raise. The entry would then be left.
-            stream._attempting += (me,)
-            return act()
-        finally:
-            stream._attempting.remove(me)
+        return without_items(stream, act)
+
+
+def without_items(stream: Stream, act: Callable[[], T]) -> T:
+    """Call ``act``, and return its result. Work of ``act`` on ``stream`` attempts no items of :func:`queue_behind`.
+
+    For code that holds a lock. An item takes the locks of other streams, and a thread that holds one of them may wait
+    for the caller's lock. The caller attempts the items before it takes the lock (:meth:`Stream.checked_raw`).
+    """
+    me = get_ident()
+    try:
+        # `append` would be a call, after which a signal handler could raise. The entry would then be left.
+        stream._attempting += (me,)
+        return act()
+    finally:
+        stream._attempting.remove(me)
 
 
 def _event_of(stream: Stream, timing: bool) -> tuple[Event, bool]:

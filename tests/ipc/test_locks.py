@@ -13,6 +13,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.core.internal import Deferred, ordered_after, queue_behind, record_uncaptured
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.ipc.exporter.exports import Exports, Hold, Lease, exports_of
@@ -335,6 +336,61 @@ class TestLeases:
     def test_one_is_opened(self) -> None:
         for words, _ in interleaved(imports.LeaseUse.begin, self.make, lambda it: self.open(), self.open_and_close):
             assert words.opened.value == 2
+
+
+class Owed(Deferred):
+    """What a stream owes: an item that uses another stream."""
+
+    def __init__(self, stream: sa.Stream) -> None:
+        self._stream = stream
+
+    def attempt(self) -> bool:
+        record_uncaptured(self._stream)
+        return True
+
+
+class TestWhatAStreamOwes:
+    """It is not attempted under a lock for which a thread waits that has the other stream."""
+
+    def test_while_an_import_ends(self, owner: Owner, importer: Imports) -> None:
+        driver: Any = importer.session.driver
+        device = sa.Device(0, driver=driver)
+        one, other = device.create_stream(), device.create_stream()
+
+        buffers = [owner.pool.allocate(64, owner.stream) for _ in range(2)]
+
+        def open_it(buffer: sa.Buffer, stream: sa.Stream) -> Any:
+            shared = ipc.share(buffer)
+            return ipc.open(bytes(shared), again(shared.fds), stream=stream, driver=driver)
+
+        def make() -> tuple[Any, Any]:
+            return open_it(buffers[0], one), open_it(buffers[1], other)
+
+        def drop(it: tuple[Any, Any]) -> None:
+            queue_behind(one, Owed(other))
+            ordered_after(other, it[1].close)
+
+        for _ in interleaved(imports.Import._count_down, make, lambda it: it[0].close(), drop):
+            assert importer.allocations == {}
+        one.close()
+        other.close()
+
+    @pytest.mark.parametrize("act", [Lease.announce, Lease.end_for_good])
+    def test_while_a_lease_is_used(
+        self, owner: Owner, act: Callable[[Lease, sa.Stream], object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # An importer has queued its last work.
+        monkeypatch.setattr(ControlBlock, "all_closed", lambda *_: False)
+        monkeypatch.setattr(Lease, "_using", lambda _: [0])
+        monkeypatch.setattr(ControlBlock, "wait_closed", lambda block, stream, *_: stream.checked_raw())
+        with owner.device.create_stream() as other:
+
+            def use(it: tuple[Lease, sa.Buffer]) -> None:
+                queue_behind(owner.stream, Owed(other))
+                ordered_after(other, lambda _: it[0].end_for_good(other))
+
+            for _, buffer in interleaved(act, owner.lease, lambda it: act(it[0], owner.stream), use):
+                buffer.free(still_imported="ignore")
 
 
 class Settling(Deliveries):

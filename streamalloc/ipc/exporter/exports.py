@@ -17,6 +17,7 @@ slot into a list.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import select
 import time
@@ -40,6 +41,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     notify_freed,
     ordered_after,
+    without_items,
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.session import PerDriver, Session
@@ -183,31 +185,36 @@ class Lease(SharedState):
             The stream is being captured, the driver refuses the write, or the stream was closed. The lease is as
             before.
         """
-        words = self.words
+        stream.checked_raw()  # Attempts the items of `queue_behind`.
         with self.lock:
-            last = words.last_announced
-            if self._announcer is not stream:
-                if self._announcer is not None:  # If there was none, the slot was quiet: all values were written.
-                    self._follow(stream, self._announcer, last)
-                self._announcer = stream
-            # The value counts as used before the write is queued: if a signal handler raises, no later announcement
-            # repeats it. ``announced`` is set, too, because importers refuse to wait for a value above it.
-            words.last_announced = words.announced.value = value = (last + 1) % WORD
-            try:
-                self.block.write(stream, words.ready, value)
-            except (CudaError, ClosedError):
-                words.last_announced = words.announced.value = last
-                raise
-            except BaseException:
-                # A signal handler raised an exception, so the write may not be queued, and a later announcement would
-                # wait for it. If the write is queued, a second write of the same value changes nothing.
-                self.block.write(stream, words.ready, value)
-                raise
+            value = without_items(stream, functools.partial(self._write_next, stream))
         listener = self.block.session.listener
         if listener is not None and address:
             name = self.block.announcement(self.slot, self.generation, value)
             with stream.device.current():
                 listener.shared(address, nbytes, stream.checked_raw(), name)
+        return value
+
+    def _write_next(self, stream: Stream) -> int:
+        words = self.words
+        last = words.last_announced
+        if self._announcer is not stream:
+            if self._announcer is not None:  # If there was none, the slot was quiet: all values were written.
+                self._follow(stream, self._announcer, last)
+            self._announcer = stream
+        # The value counts as used before the write is queued: if a signal handler raises, no later announcement repeats
+        # it. ``announced`` is set, too, because importers refuse to wait for a value above it.
+        words.last_announced = words.announced.value = value = (last + 1) % WORD
+        try:
+            self.block.write(stream, words.ready, value)
+        except (CudaError, ClosedError):
+            words.last_announced = words.announced.value = last
+            raise
+        except BaseException:
+            # A signal handler raised an exception, so the write may not be queued, and a later announcement would wait
+            # for it. If the write is queued, a second write of the same value changes nothing.
+            self.block.write(stream, words.ready, value)
+            raise
         return value
 
     def _follow(self, stream: Stream, announcer: Stream, last: int) -> None:
@@ -307,10 +314,12 @@ class Lease(SharedState):
         using = self._using()
         if not self._all_closing(using):
             return False
-        for importer in using if stream is not None else ():
+        if stream is None:
+            return True
+        for importer in using:
             theirs = self.block.importer_words(self.slot, importer)
             # ``opened`` cannot be used here, because it rises briefly while an importer refuses a stale descriptor.
-            self.block.wait_closed(stream, theirs, theirs.closing.value)  # type: ignore[arg-type]
+            without_items(stream, functools.partial(self.block.wait_closed, stream, theirs, theirs.closing.value))
         return True
 
     def unused(self) -> bool:

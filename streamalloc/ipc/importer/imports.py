@@ -28,6 +28,7 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     deferred_queue,
+    without_items,
     work,
 )
 from streamalloc.core.session import PerDriver, Session, session_of
@@ -310,9 +311,8 @@ class Import:
         or at once (``cuIpcCloseMemHandle``), and ends the uses of the leases. Raises CudaError; the memory then stays,
         unless it no longer exists. Raises ClosedError for a stream that was closed meanwhile.
         """
-        with self.imports.lock:
-            if use not in self.uses:
-                return
+
+        def count_down() -> None:
             # The stream may have been closed while this thread waited for the lock, so the handle is read here.
             handle = stream.direct or stream.checked_raw()
             if len(self.uses) == 1:
@@ -325,6 +325,10 @@ class Import:
                 # Two older events are queried for each new one, so that only those of queued work stay.
                 self.passed = (*self.passed[2:], stream.record(), *_of_queued_work(self.passed[:2]))
             self.uses.discard(use)
+
+        with self.imports.lock:
+            if use in self.uses:
+                without_items(stream, count_down)
 
     def _free(self, handle: Any) -> None:
         if self._raw is not None and self.from_pool is None:
