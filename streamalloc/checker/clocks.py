@@ -174,7 +174,7 @@ class Timeline:
         self._ready: deque[TrackedStream] = deque()
         self._draining = False
 
-    # -- actors ----------------------------------------------------------------------------------------------
+    # -- actors: threads and streams -------------------------------------------------------------------------
 
     def _number(self) -> int:
         self._numbers += 1
@@ -208,7 +208,7 @@ class Timeline:
             del stream.legacy.peers[stream]
         self.retired.append(stream)
 
-    # -- order -----------------------------------------------------------------------------------------------
+    # -- order of operations ---------------------------------------------------------------------------------
 
     def certain(self, clock: Clock, number: int, time: int) -> bool:
         """Whether the operation at ``time`` of the actor ``number`` precedes, in every run, an operation with the clock
@@ -373,7 +373,7 @@ class Timeline:
         """Queue a wait of a stream for an obstacle."""
         self.submit(stream, lambda stream: self._meet(stream, obstacle))
 
-    # -- obstacles -------------------------------------------------------------------------------------------
+    # -- ends of waits (obstacles) ---------------------------------------------------------------------------
 
     def end(self, obstacle: Obstacle, clock: Clock) -> None:
         """Record that an obstacle has ended, after the operations in ``clock``.

@@ -378,8 +378,8 @@ def _checksum(piece: Piece) -> int | None:
 
 _TYPES: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
 _MOST_WRITES, _MOST_ADDRESSES = 16, 10_000
-"""Largest number of writes that are kept for one address, and of addresses whose writes are kept. A wait for a value
-that was left out is not checked, with a note.
+"""Largest number of writes kept for one address, and largest number of addresses with kept writes. The oldest are
+dropped, with a note. A wait that a dropped write may have ended is not checked.
 """
 
 _Key = tuple[Bytes | None, int]

@@ -46,7 +46,7 @@ from streamalloc.checker.report import Notes
 from streamalloc.driver.processes import alive
 from streamalloc.driver.reports import Stack
 
-# -- boards --------------------------------------------------------------------------------------------------
+# -- boards: shared memory with events and posts -------------------------------------------------------------
 
 
 def _path() -> str:

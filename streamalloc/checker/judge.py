@@ -141,7 +141,7 @@ class Judge:
         ordered = over.actor is actor or self.timeline.order(clock, over.actor.number, over.time)
         return bool(ordered) or self._is_open(range_, over)
 
-    # -- use -------------------------------------------------------------------------------------------------
+    # -- rules for uses --------------------------------------------------------------------------------------
 
     def use(self, piece: Piece, access: Access, clock: Clock, device: int | None = None, races: bool = True) -> None:
         """Record a read or a write of a part of memory. Report missing orders, missing access rights, and uses of freed

@@ -356,7 +356,7 @@ class Streams:
             unknown.clock = self._timeline.everything()
             self._timeline.retire(unknown)
             return unknown
-        # A captured stream is not asked for its flags, because this call would invalidate the capture.
+        # A captured stream is not queried for its flags, because this call would invalidate the capture.
         flags = 1 if capturing else self._ask.number("cuStreamGetFlags", number) or 0
         where = self._ask.number("cuStreamGetCtx", number) or 0
         self.legacy(where)

@@ -171,7 +171,7 @@ class Recorder:
         itself.
         """
 
-    # -- calls -------------------------------------------------------------------------------------------------
+    # -- calls: before and after each --------------------------------------------------------------------------
 
     def begin_call(self, name: str, args: tuple[Any, ...]) -> uses.Rest | None:
         """Apply the part of a rule that precedes the call, and deliver its hazards. Returns one of these:
@@ -317,7 +317,7 @@ class Recorder:
         """Record a call that was made already: by a finaliser while a rule ran, or by code whose calls are fed."""
         self._after(name, args, answer, self._apply(name, args, False) or uses.nothing)
 
-    # -- handles -----------------------------------------------------------------------------------------------
+    # -- handles that are no longer valid ----------------------------------------------------------------------
 
     def _count(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
         """Count the handle of the object that a successful call makes or ends."""
@@ -454,7 +454,7 @@ class Recorder:
         on = None if stream is None else self.state.stream(stream)
         self.state.interprocess.opened(on, address, nbytes, name, word)
 
-    # -- results ---------------------------------------------------------------------------------------------
+    # -- reports and leaks -----------------------------------------------------------------------------------
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -170,7 +170,7 @@ class PoolAddresses:
         """Numbers of the chunks that have memory."""
         self._clock = 0  # Clock of the pool: number of times that a block was put on a shelf.
 
-    # -- asking ----------------------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------------
 
     @property
     def reserved(self) -> int:
@@ -253,7 +253,7 @@ class PoolAddresses:
                 del self._left[stream]
         return changed
 
-    # -- memory ----------------------------------------------------------------------------------------------
+    # -- chunks with and without memory ----------------------------------------------------------------------
 
     def missing(self, block: Block, size: int) -> list[int]:
         """Return the numbers of the chunks without physical memory, among those under the first ``size`` bytes of a

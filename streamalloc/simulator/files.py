@@ -99,7 +99,7 @@ def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
     return own
 
 
-# -- names -----------------------------------------------------------------------------------------------------
+# -- labels of files, and shared words -------------------------------------------------------------------------
 
 
 class Labels:

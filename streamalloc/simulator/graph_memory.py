@@ -157,7 +157,7 @@ class GraphHeap:
         self.owners: int = 1
         shared.memories.add(self)
 
-    # -- addresses -------------------------------------------------------------------------------------------
+    # -- addresses of allocations ----------------------------------------------------------------------------
 
     def contains(self, address: int) -> bool:
         return 0 <= address - self._reservation.base < self._size

@@ -124,7 +124,7 @@ class Machine:
         lacking = (one.ordinal for one in self.devices if not one.attributes.get("MEMORY_POOLS_SUPPORTED"))
         self.pools.poolless = frozenset(lacking)
 
-    # -- life ------------------------------------------------------------------------------------------------
+    # -- close -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Refuse all further calls, and release the memory, files and threads of the machine. If the worker thread is

@@ -315,7 +315,7 @@ class Pool(Accessible):
         if "physical" in vars(self):
             self.physical.close()
 
-    # -- sharing ---------------------------------------------------------------------------------------------
+    # -- sharing with other processes ------------------------------------------------------------------------
 
     def export(self) -> Physical:
         """Return the pool's file, which is given to other processes. From now on released memory keeps its contents for

@@ -413,7 +413,7 @@ class Scheduler:
                     del clock[number]
             self._gone.clear()
 
-    # -- progress --------------------------------------------------------------------------------------------
+    # -- progress of queued work -----------------------------------------------------------------------------
 
     def add_busy(self, stream: Stream) -> None:
         """Make the worker thread run the queued operations of a stream. The thread is started if none runs."""

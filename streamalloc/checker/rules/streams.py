@@ -416,7 +416,7 @@ def cuIpcOpenEventHandle(state: State, name: str, args: Arguments, answer: Answe
     _names_event(state, found, data)
 
 
-# -- values --------------------------------------------------------------------------------------------------
+# -- writes of values, and waits for them --------------------------------------------------------------------
 
 
 def cuStreamWriteValue32(state: State, name: str, args: Arguments) -> Steps:

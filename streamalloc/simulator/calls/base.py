@@ -239,7 +239,7 @@ class Calls(Machine):
             self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
     def _not_captured(self, stream: Stream) -> None:
-        """Refuse a call that asks whether work of ``stream`` is done, if a capture forbids such a call.
+        """Refuse a call that queries whether work of ``stream`` is done, if a capture forbids such a call.
 
         Such a capture is the capture of the stream itself, or any capture that forbids unsafe calls of this thread.
         These captures become invalid.

@@ -269,7 +269,7 @@ class ContextCalls(Calls):
         # those streams reusable (observed on H200: test_placements).
         hEvent.record_in(hCtx.marks, hCtx.unfinished())
 
-    # -- peers -----------------------------------------------------------------------------------------------
+    # -- access between peers --------------------------------------------------------------------------------
 
     def cuCtxEnablePeerAccess(self, peerContext: Context, Flags: UnsignedInt) -> None:
         context, peer = self.current(), peerContext
@@ -284,7 +284,7 @@ class ContextCalls(Calls):
         check(peerContext.handle in context.peers, Result.CUDA_ERROR_PEER_ACCESS_NOT_ENABLED)
         context.peers.remove(peerContext.handle)
 
-    # -- limits ----------------------------------------------------------------------------------------------
+    # -- limits of a context ---------------------------------------------------------------------------------
 
     def _limit(self, limit: Any) -> tuple[str, Limit]:
         name = _NAMES.get(int(limit), "MAX")

@@ -141,7 +141,7 @@ class StreamCalls(Calls):
         check(hStream.capture is None or hStream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return cuda.CUcontext(hStream.context.handle)
 
-    # -- waiting ---------------------------------------------------------------------------------------------
+    # -- waits and host functions ----------------------------------------------------------------------------
 
     def cuStreamWaitEvent(self, hStream: Stream, hEvent: Event, Flags: UnsignedInt) -> None:
         # The stream's capture is checked before the event, even if the event was never recorded (observed on H200:
