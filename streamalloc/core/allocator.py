@@ -1,8 +1,8 @@
 """Base class of pools and caches, with the retries of an allocation that finds no memory.
 
 A pool binds the driver's functions to allocate and to free. So :meth:`Allocator.allocate` and :meth:`Buffer.free` make
-only one driver call if nothing must be asked about the stream (:mod:`streamalloc.core.stream`). A closed pool binds an
-allocation function that raises. :class:`PlainMemory` binds its own functions. A cache overrides ``allocate``.
+only one driver call if nothing must be queried about the stream (:mod:`streamalloc.core.stream`). A closed pool binds
+an allocation function that raises. :class:`PlainMemory` binds its own functions. A cache overrides ``allocate``.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ class Allocator(Unique, BufferSource):
         return buffer
 
     def _allocate_checked(self, nbytes: int, stream: StreamLike) -> Buffer:
-        """Allocate on a stream about which something must be asked first: it may be captured or closed, or its context
-        or thread may not be the current one.
+        """Allocate on a stream about which something must be queried first: it may be captured or closed, or its
+        context or thread may not be the current one.
         """
         self._check_open()
         ordered = as_stream(stream, self._session)

@@ -138,11 +138,11 @@ class BufferSource:
     _session: Session
 
     def pool_of(self, buffer: Buffer) -> object:
-        """Return the pool or other allocator of a buffer's memory; None if this package does not know it."""
+        """Return the pool or other allocator of a buffer's memory; None if it is unknown to this package."""
         return None
 
     def reachable_from(self, device: Device) -> bool:
-        """Return whether ``device`` has access to the memory. This base class has no pool to ask, and returns True."""
+        """Return whether ``device`` has access to the memory. This base class has no pool, and returns True."""
         return True
 
 
@@ -223,7 +223,7 @@ class Buffer(Memory, Closes):
         """Make a buffer of memory that other code allocated by any driver call, for example C++ code or another
         library.
 
-        The driver is asked for the kind, the device and the size of the memory (``cuPointerGetAttribute``).
+        The driver is queried for the kind, the device and the size of the memory (``cuPointerGetAttribute``).
 
         Parameters
         ----------
@@ -344,8 +344,8 @@ class Buffer(Memory, Closes):
     @property
     def owner(self) -> object:
         """The pool of the allocation; None for memory that this package did not allocate. For a buffer of
-        :func:`streamalloc.allocate` the driver is asked (``cuPointerGetAttribute``), and ClosedError is raised once the
-        buffer was freed.
+        :func:`streamalloc.allocate` the driver is queried (``cuPointerGetAttribute``), and ClosedError is raised once
+        the buffer was freed.
         """
         return self._allocator.pool_of(self)
 

@@ -228,7 +228,7 @@ class CopySide:
             if writable and found.read_only:
                 raise ValueError(f"{name} is read-only")
             # The device that owns the memory determines whether the copy is a plain one or one between devices. With
-            # one device every copy is plain, so the driver is asked only if there are several devices.
+            # one device every copy is plain, so the driver is queried only if there are several devices.
             several = found.nbytes and session.call("cuDeviceGetCount") > 1
             place = above.residence_of(session, found.address) if several else None
             ordinal = None if place is None or place.managed else place.ordinal
@@ -386,8 +386,7 @@ class CopyOptions:
     src_location_hint, dst_location_hint
         Location that the driver assumes for managed memory; None for no hint.
     overlap_mode
-        ``"prefer_overlap_with_compute"`` asks the driver to run the copy while kernels run; ``"default"`` asks for
-        nothing.
+        ``"prefer_overlap_with_compute"`` requests that the copy runs while kernels run; ``"default"`` asks for nothing.
 
     Raises
     ------

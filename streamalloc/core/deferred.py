@@ -12,7 +12,7 @@ So a finaliser waits for nothing. Most append an item to a deque, which is one a
 frees the memory, and that of an event or a stream ends the handle; it appends an item only if that is not possible.
 Some do more:
 
-* The finaliser of a stream asks whether the stream's work is done. If not, it records an event after that work.
+* The finaliser of a stream queries whether the stream's work is done. If not, it records an event after that work.
 * The finaliser of imported memory (:mod:`streamalloc.ipc.importer`) also wakes a thread, which attempts the items.
 * A finaliser of the bridges to other libraries (:mod:`streamalloc.interop`) records an event and has a stream wait for
   that event. Code that allocates by a pool's raw handle then gets the memory after its last use.

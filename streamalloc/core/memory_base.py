@@ -277,7 +277,8 @@ class Migrating(MemoryBase):
 
     def discard_prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:
         """Discard the contents and migrate the memory in one call, which copies nothing
-        (``cuMemDiscardAndPrefetchBatchAsync``). Arguments and errors as for :meth:`prefetch` and :meth:`discard`.
+        (``cuMemDiscardAndPrefetchBatchAsync``). ``location`` and ``stream`` as for :meth:`prefetch`. Raises the errors
+        of :meth:`prefetch` and :meth:`discard`.
         """
         discard_prefetch_batch(stream or self.stream, [self], location)
 

@@ -22,16 +22,16 @@ another library's     the library's object, if its users can close it        the
 * *A capture by other code:* memory allocated in a capture belongs to the graph, and each launch writes this memory
   again. If it were handed out as memory of a pool, each launch would overwrite the bytes of a later owner. Only
   ``cuStreamIsCapturing`` reports a capture and leaves it valid; ``cuStreamGetId`` and ``cuStreamGetFlags`` invalidate
-  it. A free need not ask: in a capture the driver refuses to free memory of a pool, and the capture stays valid.
+  it. A free needs no query: in a capture the driver refuses to free memory of a pool, and the capture stays valid.
 
 Three attributes are the state behind these questions:
 
 * ``usable`` is True unless something forbids direct calls: the stream is closed or captured by this package, has an
   item to attempt before more work, or this package captures any stream in the mode ``"global"``. Default streams are
   also not usable during other captures of this package.
-* ``direct`` is the handle if the stream is usable and nothing is to be asked before a call (the second column);
+* ``direct`` is the handle if the stream is usable and nothing is to be queried before a call (the second column);
   otherwise None. It saves the call of the method: callers write ``stream.direct or stream.ready()``.
-* ``capturable`` is True if the driver has to be asked before an allocation (the third column).
+* ``capturable`` is True if the driver has to be queried before an allocation (the third column).
 
 These names report captures. *The error* is CaptureError while a blocking stream is being captured: the driver then
 refuses to answer for the legacy stream.
@@ -360,7 +360,7 @@ class Stream(Closes, Shown):
         """
         raw = self.checked_raw()
         with self._session.beside_captures(), self._context():
-            # That of the legacy stream fails if a blocking stream is captured: the call would invalidate the capture.
+            # A query of the legacy stream fails if a blocking stream is captured: the call would end the capture.
             asks = self._capture is None and (self.capturable or self.is_default)
             return act(raw, captured(self._session, raw) if asks else self._capture is not None, *args)
 
@@ -414,7 +414,7 @@ class Stream(Closes, Shown):
     @property
     def handle(self) -> int:
         """The driver's handle (``CUstream``) as a number. Code with the handle may capture the stream, so later
-        allocations ask the driver whether a capture is under way. Raises ClosedError if the stream was closed.
+        allocations query the driver whether a capture is under way. Raises ClosedError if the stream was closed.
         """
         self._notify_lent(self.checked_raw(), used=False)
         return self._number
@@ -501,8 +501,8 @@ class Stream(Closes, Shown):
         result = self._result(session.cuStreamWaitEvent, raw, 0)
         if result:
             raise error_from(result, "cuStreamWaitEvent")
-        # The event may be of a capture by other code, and this stream is then a part of that capture.
-        # The driver is asked, because `capturing` relies on `capturable`.
+        # The event may be of a capture by other code, and this stream is then a part of that capture. The driver is
+        # queried, because `capturing` relies on `capturable`.
         joins = not isinstance(event, Event) or event._foreign_captures
         asks = joins and not self.capturable and not self.is_default
         if asks and self.in_context(captured, session, self.checked_raw()):
@@ -557,7 +557,7 @@ class Stream(Closes, Shown):
 
         return Capture(self, mode)
 
-    # -- end ---------------------------------------------------------------------------------------------------
+    # -- close -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the use of the stream, and destroy it if :meth:`Device.create_stream` made it (``cuStreamDestroy``).

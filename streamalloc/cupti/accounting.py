@@ -119,7 +119,7 @@ class Moment(NamedTuple):
     name: str
     rows: tuple[Row, ...]
     driver: dict[int, int]
-    """Bytes that the process uses, by device ordinal, as NVML reports them. Empty if the driver was not asked at this
+    """Bytes that the process uses, by device ordinal, as NVML reports them. Empty if the driver was not queried at this
     time.
 
     If NVML does not report the bytes of this process: the bytes that all processes have taken since the account began.
@@ -559,7 +559,7 @@ class _Asked:
 
     def device(self, where: int) -> int:
         """Return the device ordinal for a value of :attr:`Line.where` (a context handle, or -1 - ordinal); 0 for a
-        context that the driver was not asked about.
+        context that the driver was not queried about.
         """
         return -1 - where if where < 0 else self._devices.get(where, 0)
 

@@ -180,7 +180,7 @@ class Check:
         self._has_new_segments = False
         """Whether a library may have allocated a segment since the histories were read."""
         self._was_read = False
-        """Whether uses have been judged before. The first time, PyTorch is also asked for its live blocks."""
+        """Whether uses have been judged before. The first time, PyTorch's live blocks are also read."""
         self._subscription: Subscription = Subscription(self._called, {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES})
         self._libraries.gate = gate = self._subscription.gate
         self._recorder.state.judge.sees_grants = lambda: not gate.has_left_out

@@ -213,8 +213,8 @@ _MOST_KNOWN = 10_000
 class Kernels:
     """Kernels of the process, by ``CUfunction`` handle.
 
-    CUPTI's callback must make no driver call. So a thread of this object asks the driver, once for each kernel, for the
-    sizes of the arguments.
+    CUPTI's callback must make no driver call. So a thread of this object queries the driver, once for each kernel, for
+    the sizes of the arguments.
     """
 
     def __init__(self) -> None:
@@ -237,7 +237,7 @@ class Kernels:
         return known[function] if done.wait(_PATIENCE) else Kernel(name, None)
 
     def open(self) -> None:
-        """Start the thread that asks the driver. Callbacks must not call this method: the start of a thread releases
+        """Start the thread that queries the driver. Callbacks must not call this method: the start of a thread releases
         the GIL.
         """
         self._thread = threading.Thread(target=self._answer, name="streamalloc kernels", daemon=True)
@@ -250,7 +250,7 @@ class Kernels:
         self.known = {}
 
     def close(self) -> None:
-        """End the thread that asks the driver."""
+        """End the thread that queries the driver."""
         if self._thread is not None:
             self._asked.put(None)
 

@@ -1,7 +1,7 @@
 """Memory without a pool of this package: memory of other code, of ``cuMemAlloc`` and similar calls, and of Python
 functions.
 
-The caller says who owns the memory; the owner is never inferred. The driver is asked for kind, device and size of the
+The caller says who owns the memory; the owner is never inferred. The driver is queried for kind, device and size of the
 memory.
 """
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _TRIES = 5
 """Largest number of times that :class:`OnceIdle` repeats its call if the driver refuses it."""
 _IDLE_PAUSE = 0.02
-"""Shortest time in seconds between two attempts of one :class:`OnceIdle`, each of which asks about all streams."""
+"""Shortest time in seconds between two attempts of one :class:`OnceIdle`, each of which queries all streams."""
 _PATIENCE = 1.0
 """Longest time in seconds that an attempt of :class:`OnceIdle` waits for its thread."""
 _QUERIES = (0.0, 0.00005, 0.0002)
@@ -127,9 +127,9 @@ class OnceIdle(Deferred):
     """Queue item for a driver call that waits for the devices. The call is made once they are idle.
 
     While such a call waits, driver 580 blocks all other threads that need the context. If the device were waiting for
-    one of these threads, no thread would ever continue. So the thread that attempts the item asks first whether the
-    devices are idle, and queues no work until the call has returned. It asks about the streams of its session only,
-    not about those of another driver object for the same device. The call is made on a new thread, which it blocks if
+    one of these threads, no thread would ever continue. So the thread that attempts the item checks first whether the
+    devices are idle, and queues no work until the call has returned. It asks about the streams of its session only, not
+    about those of another driver object for the same device. The call is made on a new thread, which it blocks if
     another thread queues work meanwhile: the attempt then returns after a second. The new thread asks nothing about
     streams, because another library may destroy its streams at any time. ``call`` may run twice, so a second run must
     do nothing.
@@ -317,7 +317,7 @@ class PlainBuffer(Buffer):
     @property
     def device_accessible(self) -> bool:
         """Whether the stream's device has access to the memory. True for managed memory and for memory on this device.
-        For other memory the driver is asked: ``cuMemPoolGetAccess`` for memory of a pool, otherwise
+        For other memory the driver is queried: ``cuMemPoolGetAccess`` for memory of a pool, otherwise
         ``CU_POINTER_ATTRIBUTE_DEVICE_POINTER``. Raises ClosedError if such memory was freed.
         """
         device = self._stream.device

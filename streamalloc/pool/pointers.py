@@ -77,7 +77,7 @@ class PointerAttributes:
 
 
 def pointer_attributes(address: int, *, driver: Driver | None = None) -> PointerAttributes:
-    """Return the attributes of an address (``cuPointerGetAttribute``). ``driver`` is the driver to ask (default: the
+    """Return the attributes of an address (``cuPointerGetAttribute``). ``driver`` is the driver to query (default: the
     result of :func:`streamalloc.driver.default`).
 
     An address that the driver does not know gives :attr:`MemoryKind.UNKNOWN`, not an error. For freed memory no result

@@ -228,7 +228,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     ) -> MemoryPool:
         """Return the current pool of a location, from which allocations without a named pool come
         (``cuDeviceGetMemPool``, ``cuMemGetMemPool``). If the pool has an object in this process, this object is
-        returned. Arguments and errors as for :meth:`default`.
+        returned. ``where``, ``allocation_type`` and ``driver`` as for :meth:`default`, with the same errors.
         """
         return cls._existing("", where, allocation_type, driver)
 
@@ -282,7 +282,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
             pool. ``"this"``: the returned object destroys the pool when it is closed or dropped, as a pool that the
             constructor made.
         location
-            The location of the memory. By default the driver is asked (``cuMemPoolGetAttribute``,
+            The location of the memory. By default the driver is queried (``cuMemPoolGetAttribute``,
             ``cuMemPoolGetAccess``). Drivers older than CUDA 13.1 do not report it: then name the location if several
             devices have access, or if the NUMA node of host memory matters.
         driver

@@ -101,8 +101,8 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     Other code may capture a library's stream, a per-thread default stream, and any stream whose handle it has
     (:attr:`Stream.handle`, ``__cuda_stream__``, an exported array). On such a stream each allocation first asks whether
-    the stream is being captured (``cuStreamIsCapturing``). A free does not ask, because no graph may use memory after
-    the program has freed it.
+    the stream is being captured (``cuStreamIsCapturing``). A free makes no such query, because no graph may use memory
+    after the program has freed it.
 
     Sizes are rounded up to size classes: multiples of 512 bytes up to 8 KiB, then eight classes for each power of two.
     From 4 KiB on, at most a ninth of a block is wasted by the rounding. If a class has no free block, the request takes
@@ -118,8 +118,8 @@ class CachingAllocator(Allocator, Closes, Shown):
     * memory on a stream that a library's object only names, such as an ``ExternalStream``, because other code may
       destroy the stream;
     * all memory of a driver of :func:`streamalloc.driver.checked`, because the checker must record each allocation;
-    * buffers that are shared with other processes. Their memory leaves the cache for good, because its free waits for
-      the other processes.
+    * buffers that are shared with other processes. Their memory leaves the cache for good, because its free is deferred
+      until the other processes have closed it.
 
     When memory runs out, all free blocks return to the pool, and the allocation is repeated. The blocks of one stream
     return when the stream is closed or dropped. The blocks of a per-thread default stream return when its thread ends.

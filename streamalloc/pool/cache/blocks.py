@@ -101,7 +101,7 @@ class CachedBuffer(Buffer):
         """Free the memory in stream order. Earlier work may still use the memory; later work must not.
 
         The cache reuses the memory on the buffer's stream, in the order of that stream, without a driver call. A free
-        does not ask whether the stream is being captured: the next allocation does.
+        does not query whether the stream is being captured: the next allocation does.
 
         A free on another stream records an event on that stream (``cuEventRecord``). The memory returns to the buffer's
         own stream once the event has completed. If 64 blocks of that stream already wait for events, the memory returns

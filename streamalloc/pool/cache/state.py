@@ -346,7 +346,7 @@ class CacheState(Deferred):
         self.stream_caches.clear()
         return True
 
-    # -- streams ---------------------------------------------------------------------------------------------
+    # -- caches of streams -----------------------------------------------------------------------------------
 
     def of(self, stream: Stream) -> StreamCache | None:
         """Return the stream cache of ``stream``; None if there is none, or if it has ended."""
