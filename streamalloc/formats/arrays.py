@@ -242,7 +242,7 @@ def host_array(other: Any) -> npt.NDArray[Any] | None:
         return None
 
 
-# -- elements ------------------------------------------------------------------------------------------------
+# -- values of elements --------------------------------------------------------------------------------------
 
 Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...] | None"
 """A basic index of NumPy: integers, slices, ``...`` and None, alone or in a tuple."""

@@ -95,7 +95,7 @@ def registration(memory: Any, *, driver: Driver | None = None) -> Registration:
     Raises
     ------
     TypeError, ValueError
-        ``memory`` is of another type, not contiguous or empty, or the driver does not know its address.
+        ``memory`` is of another type, not contiguous or empty, or its address is unknown to the driver.
     ClosedError
         The memory was freed.
 

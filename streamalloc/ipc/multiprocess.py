@@ -187,7 +187,7 @@ def _fail(error: Exception) -> NoReturn:
     raise error
 
 
-# -- carriers ------------------------------------------------------------------------------------------------
+# -- connections that carry a message ------------------------------------------------------------------------
 
 
 def _carrier() -> Callable[[], bool]:

@@ -446,8 +446,8 @@ class SymmetricMemory(Closes, Shown):
     def wait_signal(self, peer: int, stream: StreamLike, *, channel: int = 0, rank: int | None = None) -> None:
         """Make later work of a stream wait for the next signal from the rank ``peer`` (``cuStreamWaitValue32``).
 
-        The host does not block. Parameters and errors as for :meth:`put_signal`, except that ``rank`` is the receiving
-        rank.
+        The host does not block. ``peer`` is the sending rank, ``rank`` the receiving rank; ``stream``, ``channel`` and
+        the errors are those of :meth:`put_signal`.
         """
         self._check_open()
         ordered = self._team_stream(stream)

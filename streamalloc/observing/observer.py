@@ -186,7 +186,7 @@ class Account:
         with self._lock:
             self.open = tuple([one for one in self.open if one is not phase])
 
-    # -- notifications ---------------------------------------------------------------------------------------
+    # -- calls of the allocators -----------------------------------------------------------------------------
 
     def wants(self, allocator: Allocator) -> bool:
         """Return whether allocations of this allocator are to be recorded."""

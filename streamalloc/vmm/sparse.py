@@ -441,20 +441,21 @@ class SparseArray(OwnsNode):
     def unmap(self, region: Region = None, *, level: int = 0, layer: int = 0, stream: StreamLike) -> None:
         """Unmap the tiles of a region, stream-ordered (``cuMemMapArrayAsync``), and return their memory to the pools.
 
-        Tiles that are not mapped are skipped. ``region``, ``level``, ``layer``, ``stream`` and their errors as for
-        :meth:`map`.
+        Tiles that are not mapped are skipped. ``region``, ``level``, ``layer`` and ``stream`` as for :meth:`map`;
+        raises the errors that :meth:`map` has for them.
         """
         self._unmap(self._tiles(region, level, layer), stream)
 
     def map_tail(self, pool: TilePool, *, layer: int = 0, stream: StreamLike) -> None:
         """Map the mip tail of a layer, or the one that all layers share, stream-ordered (``cuMemMapArrayAsync``).
-        Parameters and errors as for :meth:`map`; ValueError also if the array has no mip tail.
+        ``pool``, ``layer`` and ``stream`` as for :meth:`map`. Raises the errors of :meth:`map`, and ValueError if the
+        array has no mip tail.
         """
         self._map(self._tail_tiles(layer), pool, stream)
 
     def unmap_tail(self, *, layer: int = 0, stream: StreamLike) -> None:
         """Unmap the mip tail of a layer, stream-ordered (``cuMemMapArrayAsync``). No effect if the tail is not mapped.
-        ``layer``, ``stream`` and their errors as for :meth:`map_tail`.
+        ``layer`` and ``stream`` as for :meth:`map`. Raises the errors that :meth:`map_tail` has for them.
         """
         self._unmap(self._tail_tiles(layer), stream)
 
@@ -606,7 +607,7 @@ class SparseArray(OwnsNode):
             session.call("cuMemcpy3DAsync", copy, ordered.checked_raw())
         self._note(ordered)
 
-    # -- checks ----------------------------------------------------------------------------------------------
+    # -- checks of arguments ---------------------------------------------------------------------------------
 
     def _bounds(self, region: Region, level: int, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return two tuples with the start and stop indices of a region, in elements. Raises ValueError for a region,

@@ -569,7 +569,7 @@ class Exports:
         with self.lock:
             lease: Any = buffer.shared
             if lease is None:
-                # A buffer made by ``Buffer.from_handle`` has no pool object, so the driver is asked for the pool.
+                # A buffer made by ``Buffer.from_handle`` has no pool object, so the driver is queried for the pool.
                 known = buffer.owner if type(buffer) is PoolBuffer else None
                 owner: Any = known or pointer_attributes(buffer.address, driver=self.session.driver).pool
                 pool, (lease,) = self.pool(owner), self.new_leases()

@@ -201,8 +201,9 @@ def share(
     or any object with ``__cuda_array_interface__`` such as a CuPy array or a PyTorch tensor. The kind of memory
     determines the driver's mechanism. The memory must have been made for sharing.
 
-    A shared allocation of a pool has a lease: its free waits for importers, see :meth:`Buffer.free`. Other libraries
-    free their memory when the last reference to the array is dropped; ``hold=True`` keeps a reference.
+    A shared allocation of a pool has a lease: its free is deferred until importers have closed it, see
+    :meth:`Buffer.free`. Other libraries free their memory when the last reference to the array is dropped;
+    ``hold=True`` keeps a reference.
 
     Physical memory, and ranges that map it, can also be shared by fabric handles, with processes of other machines in
     the same IMEX domain. Fabric handles are bytes in the descriptor, so any transport of bytes works. They do not keep
@@ -344,10 +345,10 @@ def send(
 def raw_handles(thing: object, *, handle_type: MemHandleType | None = None, expose_block: bool = False) -> RawHandles:
     """Export memory, a pool or an event for a program without this package: C++, RMM, Vulkan, raw Python.
 
-    The program opens the handles by the driver's own calls, see :doc:`/docs/guides/handles`. The program is not told
-    when the contents are complete, and this process is not told when the program has closed the handles. So
-    synchronise, or record an event for the program, before the program reads. Free the memory after the program has
-    closed the handles.
+    The program opens the handles by the driver's own calls, see :doc:`/docs/guides/handles`. The program is not
+    notified when the contents are complete, nor this process when the program has closed the handles. So synchronise,
+    or record an event for the program, before the program reads. Free the memory after the program has closed the
+    handles.
 
     Parameters
     ----------

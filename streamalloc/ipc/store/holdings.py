@@ -423,7 +423,7 @@ class Holdings:
             entry.trim()
             del self.entries[entry.key]
 
-    # -- ends ------------------------------------------------------------------------------------------------------
+    # -- the end of clients and of the server ----------------------------------------------------------------------
 
     def end(self, holder: Holder) -> None:
         """Handle the end of ``holder``'s connection: abort the write of its epoch, or end its read. If ``holder`` has
@@ -463,8 +463,8 @@ class Holdings:
         epoch = entry.current
         if epoch is None or epoch.ready is None:
             return
-        # The server first asks whether the writer has ended, and then reads its word. In the other order, a writer that
-        # writes the word and ends between the two would count as dead before its contents were complete.
+        # The server first checks whether the writer has ended, and then reads its word. In the other order, a writer
+        # that writes the word and ends between the two would count as dead before its contents were complete.
         ended = epoch.writer is None or epoch.writer.epoch is not epoch
         word = epoch.ready
         if word.reached and not word.lost:
@@ -494,7 +494,7 @@ class Holdings:
         for path in (self._journal, self._journal.with_suffix(".new")):
             path.unlink(missing_ok=True)
 
-    # -- sums ------------------------------------------------------------------------------------------------------
+    # -- sizes of all epochs ---------------------------------------------------------------------------------------
 
     def all_epochs(self) -> Iterator[Epoch]:
         """Yield all epochs of all keys, also those that are being written, and spare epochs."""

@@ -1,8 +1,8 @@
 """The server of a store: one loop that receives requests and keeps file descriptors.
 
-While it serves, the server makes no driver call; at its start it only asks the driver for the UUIDs of ``devices``, if
-given. The descriptors that writers have exported keep the memory, so the server has no context and no device memory of
-its own. When a client dies, its connection ends, and this ends the client's write or read.
+While it serves, the server makes no driver call; at its start it only queries the driver for the UUIDs of ``devices``,
+if given. The descriptors that writers have exported keep the memory, so the server has no context and no device memory
+of its own. When a client dies, its connection ends, and this ends the client's write or read.
 """
 
 from __future__ import annotations

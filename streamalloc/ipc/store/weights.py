@@ -392,7 +392,7 @@ class Weights(Tensors, Closes):
                 self._expect()
         before.close()
 
-    # -- ends ------------------------------------------------------------------------------------------------------
+    # -- close -----------------------------------------------------------------------------------------------------
 
     def close(self, after: After = None) -> None:
         """Unmap and release the memory (``cuMemUnmap``, ``cuMemRelease``). The host first waits for ``after``; default:

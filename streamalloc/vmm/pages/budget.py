@@ -194,7 +194,7 @@ class PageBudget(Closes):
     def _write_requests(self, at: int, wanted: int, asked: int) -> None:
         os.pwrite(self._file.fileno(), _MEMBER.pack(0, wanted, asked)[8:], _HEADER.size + at * _MEMBER.size + 8)
 
-    # -- bytes -----------------------------------------------------------------------------------------------
+    # -- bytes of this process, and requests -----------------------------------------------------------------
 
     @property
     def used(self) -> int:
