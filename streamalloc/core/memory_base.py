@@ -76,7 +76,7 @@ class MemoryBase(Shareable, Shown, abc.ABC):
     @property
     @abc.abstractmethod
     def device_accessible(self) -> bool:
-        """Whether the stream's device may use the memory."""
+        """Whether the stream's device has access. If not, ``__cuda_array_interface__`` raises AttributeError."""
 
     @property
     def managed(self) -> bool:

@@ -3,7 +3,7 @@
 The memory of each rank has one counter for each sending rank, each channel and each kind (barrier or signal). Only the
 sending rank increases the counter, by ``cuStreamWriteValue32``, which first makes the stream's earlier writes visible
 to all devices. A stream of the receiving rank waits for the counter in that rank's own memory, by
-``cuStreamWaitValue32``. Counters only increase. So they need no reset, and one rank may be ahead of the others.
+``cuStreamWaitValue32``. Counters only increase. So they need no reset, and one rank may be ahead of other ranks.
 """
 
 from __future__ import annotations

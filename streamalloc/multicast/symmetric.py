@@ -2,7 +2,7 @@
 
 :mod:`.setup.collective` lists the steps of a creation. The memory of this process ends in one of these ways:
 
-* *A failed creation*, on all ranks. Each rank releases its resources, waits until the others have done so
+* *A failed creation*, on all ranks. Each rank releases its resources, waits until the other ranks have done so
   (``RankGroup.barrier_after_failure``), and closes the communicator if it was made for this memory.
 * :meth:`SymmetricMemory.close`, on all ranks. In step ``meet`` the hosts wait for each other. In step ``finish`` each
   waits for its devices (``finish_all``). Then ``RankResources.release`` releases this process's part. ``_leaving`` says
@@ -136,7 +136,7 @@ class SymmetricMemory(Closes, Shown):
     this process's resources are released with a ``ResourceWarning``. The other ranks are then not notified. After the
     close, methods and properties that return or use the memory raise ClosedError.
 
-    The class is not thread-safe.
+    Not thread-safe: call its methods from one thread at a time.
 
     Parameters
     ----------

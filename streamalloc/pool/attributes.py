@@ -127,7 +127,7 @@ class PoolAttributes:
     location_type: Attribute[MemLocationType] = Attribute(MemLocationType, since="13.1")
     """Kind of location of the pool's memory, as the driver reports it."""
     max_pool_size: Attribute[int] = Attribute(int, since="13.1")
-    """Largest number of bytes that the pool may reserve, as the driver reports it."""
+    """Largest number of bytes that the pool may reserve: an allocation beyond it raises :class:`OutOfMemoryError`."""
     hw_decompress_enabled: Attribute[bool] = Attribute(bool, since="13.1")
     """Whether the device's decompression engine can use the pool's memory."""
     locality_domain_id: Attribute[int] = Attribute(int, since="13.4")

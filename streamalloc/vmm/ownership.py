@@ -133,7 +133,7 @@ class Node(Deferred):
         if mine:
             try:
                 if not self.in_use():
-                    # All are attempted: one refusal must not keep the others from their release.
+                    # All are attempted: one refusal must not prevent the other releases.
                     undo_all(one.attempt for one in self.owned())
                     if all(node.gone for node in self.before()):
                         self.release()
@@ -532,7 +532,9 @@ class GenericAllocation(OwnsNode, Shareable):
 
     @property
     def exported(self) -> bool:
-        """Whether this process has exported a handle, so that other processes may have the memory."""
+        """Whether this process has exported a handle. Other processes may then keep the memory, so an eviction needs
+        ``shared=True``.
+        """
         return self._state.exported
 
     @property

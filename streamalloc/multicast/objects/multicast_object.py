@@ -131,7 +131,7 @@ class MulticastObject(GenericAllocation):
     If a dropped address range has mappings of the object or its bound memory, the addresses stay reserved until object
     and memory are released. After the release, methods that need the object raise ClosedError.
 
-    The class is not thread-safe.
+    Not thread-safe: call its methods from one thread at a time.
 
     Parameters
     ----------
@@ -291,7 +291,7 @@ class MulticastObject(GenericAllocation):
     @property
     def complete(self) -> bool:
         """Whether the team has all its devices: this process has added all of them, or :meth:`mark_complete` was
-        called.
+        called. While False, :meth:`bind` and :meth:`map` raise :class:`IncompleteTeamError`.
         """
         return self._complete or self._all_here
 

@@ -8,7 +8,7 @@ on one rank fails on all (:meth:`RankGroup.step`). :class:`SymmetricMemoryError`
    If the driver refuses fabric handles on a rank, all ranks repeat the step with the next handle type of the plan.
 3. ``export``: each rank exports its handles (``cuMemExportToShareableHandle``).
 4. ``exchange``: each rank sends its handles to all ranks.
-5. ``import``: each rank imports the handles of the others (``cuMemImportFromShareableHandle``).
+5. ``import``: each rank imports the handles of the other ranks (``cuMemImportFromShareableHandle``).
 6. ``add``: each rank adds its device to the multicast object (``cuMulticastAddDevice``).
 7. ``bind``: each rank binds its memory to the object (``cuMulticastBindMem``).
 8. ``reserve``: each process reserves addresses (``cuMemAddressReserve``).

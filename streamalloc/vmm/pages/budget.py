@@ -8,8 +8,8 @@ own number of bytes, by one call, so a death cannot leave a half-written number.
 ``pwrite``: if the file was truncated, these calls raise an error, while an access to a memory mapping would kill the
 process.
 
-If the limit has no room for a member's new pages, the member writes a request to the records of the others. A thread of
-each member reads the requests every few milliseconds.
+If the limit has no room for a member's new pages, the member writes a request to the records of the other members. A
+thread of each member reads the requests every few milliseconds.
 """
 
 from __future__ import annotations

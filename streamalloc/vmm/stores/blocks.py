@@ -307,7 +307,7 @@ class Stored(Unique, abc.ABC):
 
     @property
     def complete(self) -> bool:
-        """Whether every block still has its contents."""
+        """Whether every block still has its contents. Blocks without contents cannot be read."""
         return bool(self._present.all())
 
     @contextlib.contextmanager
