@@ -547,7 +547,7 @@ class Interprocess:
         self._announce(range_, made)
 
     def _keep(self, range_: Range, kept: list[_Use]) -> None:
-        """Keep only the uses ``kept`` of a range, and remove the posts of the others."""
+        """Keep only the uses ``kept`` of a range, and remove the posts of other uses."""
         for one in self.uses[range_]:
             if one not in kept and one.post is not None:
                 self.board.remove_post(one.post)

@@ -1,4 +1,4 @@
-"""CUPTI's callback in machine code: it stores some driver calls without the GIL, and passes the others to Python.
+"""CUPTI's callback in machine code: it stores some driver calls without the GIL, and passes the other calls to Python.
 
 A callback in Python waits for the GIL. PyTorch's allocator holds its mutex while it queries, records and destroys the
 events of ``record_stream``, frees segments (``empty_cache``), and maps expandable segments. If another thread holds the

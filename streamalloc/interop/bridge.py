@@ -161,7 +161,7 @@ class Bridge(Closes, abc.ABC):
 
     @property
     def started(self) -> bool:
-        """Whether the library allocates from :attr:`sources` now."""
+        """Whether the library allocates from :attr:`sources` now: True from :meth:`start` to :meth:`stop`."""
         return self._undo is not None
 
     def start(self) -> Self:

@@ -121,7 +121,7 @@ class Allocation(NamedTuple):
 
 
 class Happening(NamedTuple):
-    """Entry of the history: an allocation, a free, or an allocation that failed.
+    """Entry of the history: an allocation, a free, or a driver call that refused an allocation.
 
     :attr:`Observer.history` lists such objects.
     """

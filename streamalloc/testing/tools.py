@@ -59,7 +59,7 @@ class Gate(Closes):
         self._holds = 0
 
     def hold(self, stream: StreamLike) -> None:
-        """Block ``stream``: its later work waits until the gate is opened.
+        """Block ``stream``: its later work does not run until the gate is opened.
 
         Raises :class:`ClosedError` if the gate or ``stream`` was closed, TypeError or ValueError if ``stream`` is not a
         stream of the gate's driver, and :class:`CudaError` if the driver refuses the wait.

@@ -151,7 +151,7 @@ def rows(state: State, start: int, pitch: int, width: int, height: int, write: b
     ``pitch``: distance of the rows in bytes; 0 if they are contiguous. ``width``: bytes of a row. ``height``: number of
     rows. ``write``: whether the rows are written.
 
-    At most 32,768 rows are returned; the others are left out, with a note.
+    At most 32,768 rows are returned; further rows are left out, with a note.
     """
     if pitch in (0, width) or height <= 1:
         return [(start, width * height, write)]

@@ -163,7 +163,7 @@ class RingConsumer(RingEnd):
 
     @property
     def held(self) -> int:
-        """Number of items that were taken and not released yet."""
+        """Number of items that were taken and not released yet. The producer cannot fill their slots."""
         return sum(item._held for item in self._items)
 
     def fileno(self) -> int:

@@ -88,7 +88,8 @@ class StoreServer(Closes):
     name
         1 to 64 letters, digits, ``_``, ``-`` and ``.``.
     devices
-        Allowed devices, or their ordinals; None: all devices.
+        Devices, or their ordinals, whose memory the store takes; None: all devices. A write for another device is
+        refused.
     limit
         Largest number of bytes held per device, as an integer or as text; None: no limit.
     evict

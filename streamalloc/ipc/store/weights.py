@@ -273,8 +273,8 @@ class Weights(Tensors, Closes):
 
     @property
     def attached(self) -> bool:
-        """Whether the memory is mapped in this process; False between :meth:`detach` and :meth:`attach`, and after
-        :meth:`close`.
+        """Whether the memory is mapped in this process; False between :meth:`detach` and :meth:`attach` (uses of the
+        views raise :class:`ClosedError`), and after :meth:`close`.
         """
         return not self.range.closed and self.range.mapped_bytes == self.nbytes
 

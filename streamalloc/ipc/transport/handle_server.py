@@ -56,7 +56,7 @@ def serve() -> bytes:
 
 def _serve(listener: Listener) -> None:
     """Accept clients for ever. Each client is answered on a separate thread, so that a client that sends nothing does
-    not delay the others. The server's thread runs this function.
+    not delay other clients. The server's thread runs this function.
     """
     while True:
         try:
