@@ -170,8 +170,8 @@ class OutOfMemoryError(CudaError, MemoryError):
         Bytes allocated from the pool, and bytes that the pool has reserved. A pool that fails to grow keeps the memory
         that it reserved before the failure, until it is trimmed.
     limit
-        The maximum size of the pool, or the limit of a cache or an observer; None if there is no limit, or if it is not
-        known. For an observer's limit, ``used`` is the observed memory.
+        The maximum size of the pool as the driver rounds it up, or the limit of a cache or an observer; None if there
+        is no limit, or if it is not known. For an observer's limit, ``used`` is the observed memory.
     free, total
         Free and total memory of the pool's device (``cuMemGetInfo``).
     pool

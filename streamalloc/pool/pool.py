@@ -74,6 +74,11 @@ POOL_STEP = 32 << 20
 """Bytes by which a pool grows on driver 580. ``trim`` uses this number to detect pending frees."""
 
 
+def whole_steps(nbytes: float) -> int:
+    """Return ``nbytes`` rounded up to :data:`POOL_STEP`."""
+    return -(-int(nbytes) // POOL_STEP) * POOL_STEP
+
+
 class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     """A pool of stream-ordered memory (``cuMemPoolCreate``).
 
@@ -421,7 +426,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         after, _, used, _ = self.statistics()
         # Without pending frees, at most the last growth step stays reserved, unless allocations are scattered.
         held = max(keep, used)
-        if after > -(-held // POOL_STEP) * POOL_STEP:
+        if after > whole_steps(held):
             text = (
                 f"{size_text(after - held)} beyond what is used and kept stay reserved: frees were still pending, or "
                 "live allocations lie scattered; synchronize the streams that freed memory before trimming"
@@ -471,7 +476,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
             figures["holders"] = pool_holders(self._session, self.location, except_for=self)
             figures["allocators"] = (self,)
         if self.properties is not None and self.properties.max_size:
-            figures["limit"] = self.properties.max_size
+            figures["limit"] = whole_steps(self.properties.max_size)  # As the driver rounds it up.
         if self.location.type is MemLocationType.DEVICE:
             figures.update(_memory_of(Device(self.location.id, driver=self._session.driver)))
         return figures

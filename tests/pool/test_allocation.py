@@ -229,6 +229,19 @@ class TestOutOfMemory:
             for buffer in kept:
                 buffer.free()
 
+    def test_a_function_is_asked_for_more_than_a_limit_that_the_driver_rounds_up(
+        self, device: sa.Device, stream: sa.Stream
+    ) -> None:
+        def release(failure: sa.OutOfMemoryError) -> bool:
+            assert failure.limit == GROWTH
+            kept.pop().free()
+            return True
+
+        with sa.MemoryPool(device, max_size=MiB, on_oom=release) as pool:
+            kept = [pool.allocate(20 * MiB, stream)]
+            pool.allocate(20 * MiB, stream).free()
+            assert kept == []
+
     def test_a_function_that_refuses_or_raises(self, device: sa.Device, stream: sa.Stream) -> None:
         asked: list[sa.OutOfMemoryError] = []
 

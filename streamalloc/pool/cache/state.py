@@ -56,7 +56,7 @@ from streamalloc.core.session import Session, drained, session_of
 from streamalloc.driver.internal import RLock, cuda
 from streamalloc.pool.attributes import PoolAttributes
 from streamalloc.pool.cache.blocks import UNIT, CachedBlock, SizeClass, class_size
-from streamalloc.pool.pool import POOL_STEP, MemoryPool
+from streamalloc.pool.pool import POOL_STEP, MemoryPool, whole_steps
 
 _LARGEST_FIT = 5
 """A request may take a free block that is up to this many times as large as its size class."""
@@ -504,7 +504,7 @@ class CacheState(Deferred):
             peaks += one.peak
         most = _MAX_ALLOWANCE if len(streams) == 1 else _MAX_OF_SEVERAL
         factor = min(_ALLOWANCE + self._releases * len(streams) * _ALLOWANCE_STEP, most)
-        return _whole_steps(peaks * factor)
+        return whole_steps(peaks * factor)
 
     def forget_peaks(self) -> None:
         """Reset the peaks and the factor, so that the next allowance depends on the bytes that are in use then."""
@@ -555,9 +555,4 @@ def _growth(attributes: PoolAttributes, wanted: SizeClass) -> tuple[int, int, in
     one more block of the class ``wanted``, and the bytes reserved with this block.
     """
     reserved, needed = attributes.reserved_mem_current, attributes.used_mem_current + wanted.nbytes
-    return reserved, needed, max(reserved, _whole_steps(needed))
-
-
-def _whole_steps(nbytes: float) -> int:
-    """Return ``nbytes`` rounded up to :data:`POOL_STEP`, the step in which pools grow."""
-    return -(-int(nbytes) // POOL_STEP) * POOL_STEP
+    return reserved, needed, max(reserved, whole_steps(needed))
