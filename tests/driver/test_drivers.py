@@ -304,5 +304,16 @@ def test_types_of_results_are_read_from_the_bindings() -> None:
 
 
 def test_no_word_of_a_report_is_broken() -> None:
-    path = "/a/path" * 20
-    assert path in str(sd.Hazard("race", f"two writes in {path}", "order them", 512)).split()
+    path = "/long-path" * 20
+    text = str(sd.Hazard("race", f"two writes in {path}", "order them", 512))
+    assert path in text.split() and "ortable" not in text
+
+
+def test_a_pair_of_places_is_that_of_the_two_operations() -> None:
+    stacks = [((here.__code__, number),) for number, here in enumerate([Without.__init__] * 4)]
+    names = ("this call", "used", "allocated")
+    first, second, third = (
+        sd.Hazard("race", "", "", places=tuple(zip(names, chosen, strict=True))).pair
+        for chosen in (stacks[:3], [*stacks[:2], stacks[3]], stacks[1:])
+    )
+    assert first == second != third

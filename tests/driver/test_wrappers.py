@@ -119,11 +119,12 @@ class TestChecked:
             mappings[1].close()
         driver.assert_nothing_left()
 
-    def test_a_driver_that_breaks_the_convention(self) -> None:
+    @pytest.mark.parametrize("answer", [0, (), (0,)])
+    def test_a_driver_that_breaks_the_convention(self, answer: object) -> None:
         class Bad:
             @staticmethod
-            def cuInit(flags: int) -> int:
-                return 0
+            def cuInit(flags: int) -> object:
+                return answer
 
         with pytest.raises(sd.DriverMisuseError, match="cuInit"):
             sd.checked(Bad()).cuInit(0)  # type: ignore[arg-type]
