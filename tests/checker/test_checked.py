@@ -19,7 +19,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.checker import poison, report, wrapper
+from streamalloc.checker import poison, report, uses, wrapper
 from streamalloc.checker.capture import TrackedGraph, TrackedNode, _Inside
 from streamalloc.checker.report import LEFT_OUT
 from streamalloc.checker.rules.table import RULES
@@ -366,6 +366,10 @@ class TestWords:
                 _WAITS_AT + r" .* after the kernel of .*, but the recording of \S+ has replaced that one",
             ),
             (
+                "write x a; record a e; wait a e; record c e; wait b e; write x b",
+                r"^stream 0x\w+ must wait for an event recorded on stream 0x\w+ after its kernel\.",
+            ),
+            (
                 "record c e; wait b e; write x a; write x b",
                 r"^stream 0x\w+ must wait for an event recorded on stream 0x\w+ after its kernel\.",
             ),
@@ -444,6 +448,21 @@ class TestWords:
         assert any("# freed" in line for line in found.stacks["freed before"])
 
     @pytest.mark.simulated_only("it is looked at while a function of the host runs")
+    def test_each_use_of_a_kernel_is_compared_with_its_memory(self, bench: Bench) -> None:
+        used = [(bench.ready().address, SIZE + more, True) for more in (0, 1)]
+        uses.check_extent(bench.driver.state, "a kernel", used, (), True)
+        bench.a.synchronize()  # The next call adds the hazard.
+        assert self._only(bench.driver).kind == "out of bounds"
+
+    def test_a_context_lasts_until_its_last_reference(self, bench: Bench) -> None:
+        memory = int(bench.raw("cuMemAlloc", SIZE))
+        bench.raw("cuDevicePrimaryCtxRetain", 0)
+        bench.raw("cuDevicePrimaryCtxRelease", 0)
+        bench.at(memory, bench.a)
+        bench.a.synchronize()
+        bench.raw("cuMemFree", memory)
+        assert bench.driver.hazards == []
+
     def test_no_synchronising_in_a_function_of_the_host(self, bench: Bench) -> None:
         address = bench.word()
         bench.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream(bench.b.handle))

@@ -263,6 +263,16 @@ def test_an_array_that_was_destroyed() -> None:
     assert calls.kinds() == ["use after free"]
 
 
+@pytest.mark.parametrize("kind", ["AtoD", "AtoH", "DtoA", "HtoA", "AtoHAsync", "HtoAAsync"])
+def test_memory_that_is_copied_to_or_from_an_array(kind: str) -> None:
+    calls = Calls()
+    calls.driver.cuMemsetD8Async(1 << 20, 1, 64, calls.a)
+    sides: list[tuple[Any, ...]] = [(cuda.CUdeviceptr(1 << 20),), (_array(calls), 0)]
+    target, source = sides if kind.startswith("A") else reversed(sides)
+    getattr(calls.driver, f"cuMemcpy{kind}")(*target, *source, 64, *[calls.b] * ("Async" in kind))
+    assert calls.kinds() == ["race"]
+
+
 @pytest.mark.parametrize("name", ["cuArrayCreate", "cuGraphClone", "cuGraphInstantiateWithParams"])
 def test_what_was_made_may_be_ended(name: str) -> None:
     calls = Calls()

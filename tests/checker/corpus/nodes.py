@@ -78,6 +78,8 @@ race
         cuGraphDestroyNode m; launch g a; + a > b; fill x 2 b
     a_node_of_a_graph_is_switched_off_and_on: x = ready; g = graph; n = node g x; r = launchable g;
         cuGraphNodeSetEnabled r n 0; write x b; - cuGraphNodeSetEnabled r n 1; cuGraphLaunch r a
+    a_node_comes_after_one_that_is_switched_off: x = ready; y = ready; g = graph; m = node g y; node g x m;
+        r = launchable g; cuGraphNodeSetEnabled r m 0; cuGraphLaunch r a; + a > b; write x b
     a_node_was_given_other_memory: x = ready; y = ready; z = ready; g = graph; n = node g x; node g z; r = launchable g;
         change g r n y; write x b; cuGraphLaunch r a; change_node n x|z; b > a; launch g a
     an_event_that_a_node_records: x = ready; e = event; g = graph; + n = node g x; + recording g e n; - recording g e;

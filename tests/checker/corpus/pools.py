@@ -56,7 +56,7 @@ programs(
     """
 access without a grant
     a_pool_is_taken_away_from_a_peer_that_works: p = peer; allow p 3; x = ready; s = stream_of p; write x a; a > s;
-        write x s; + synchronize s; allow p 0; synchronize s
+        write x s; allow p 3; + synchronize s; allow p 0; synchronize s
     the_current_pool_is_another_one: p = peer; allow p 3; d = default_pool; make_current pool|d; x = of_current_pool a;
         make_current d; synchronize a; s = stream_of p; write x s; synchronize s; synchronize device; free x
 """,
