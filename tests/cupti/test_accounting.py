@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import cupti, traces
-from streamalloc.cupti import callers, segments
+from streamalloc.cupti import accounting, callers, segments
 from streamalloc.cupti.accounting import Followed
 from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
 from streamalloc.cupti.internal import ALLOCATIONS, FUNCTIONS, REST, Recording
@@ -605,3 +606,12 @@ def test_blocks_of_libraries_are_recorded_in_place_of_their_segments(shown: Any)
         ("allocate", 4),
         ("free", 4),
     ]
+
+
+@pytest.mark.simulated_only("on hardware, another library may have a context current")
+def test_a_context_that_is_gone_hides_no_other() -> None:
+    driver: Any = sd.simulated(devices=2)
+    driver.cuInit(0)
+    contexts = {int(driver.cuDevicePrimaryCtxRetain(ordinal)[1]) for ordinal in (0, 1)}
+    asked = accounting._Asked(sd.faulty(driver, "cuCtxPushCurrent"), contexts, {})
+    assert (len(asked.lost), len(asked.free)) == (1, 1)

@@ -763,11 +763,12 @@ def test_a_missing_wait_before_or_after_an_operator_is_found(checked: Any, scene
         ("cache::store self!", lambda at: (Tensor(at, QUARTER),)),
         ("aten::fill_diagonal_ self! value", lambda at: (Tensor(at, QUARTER), 1)),
         ("aten::mm self mat2", lambda at: (Tensor(at, QUARTER),)),
+        ("aten::addmm self mat1 mat2", lambda at: (Tensor(at, QUARTER),)),
         ("aten::bernoulli_ self!", lambda at: (Tensor(at + 4096, QUARTER),)),
         ("aten::bernoulli_ self!", lambda at: (Tensor(at - 8, 4, step=2),)),
         ("aten::normal_ self!", lambda at: (type("Of a library", (Tensor,), {})(at, QUARTER),)),
     ],
-    ids=["indices", "an extension", "a diagonal", "reads", "elsewhere", "gaps", "a class of its own"],
+    ids=["indices", "an extension", "a diagonal", "reads", "fewer", "elsewhere", "gaps", "a class of its own"],
 )
 def test_operators_that_may_use_other_parts_are_in_order(checked: Any, schema: str, make: Any) -> None:
     def scene(s: Scene) -> None:
