@@ -442,6 +442,13 @@ def test_a_primed_pool(device: sa.Device, stream: sa.Stream) -> None:
 
 
 @pytest.mark.gpus(2)
+def test_a_pool_is_primed_on_its_own_device(machine: Any) -> None:
+    driver: Any = sd.traced(machine)
+    sa.MemoryPool(1, initial_size=MiB, driver=driver).close()
+    assert [int(call.args[0]) for call in driver.calls if call.name == "cuDevicePrimaryCtxRetain"] == [1]
+
+
+@pytest.mark.gpus(2)
 def test_peers(device: sa.Device) -> None:
     other = sa.Device(1, driver=device.driver)
     with sa.MemoryPool(device) as pool:

@@ -219,6 +219,13 @@ class TestSizes:
             cache.limit = "2MiB"
             assert cache.limit == 2 * MiB
 
+    def test_what_no_cache_serves_is_no_miss(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        cache.allocate(0, stream).free()
+        with stream.capture() as graph:
+            cache.allocate(SIZE, stream).free()
+        graph.close()
+        assert cache.statistics().misses == 0
+
     def test_only_over_pools(self, pool: sa.MemoryPool, cache: sa.CachingAllocator) -> None:
         for thing in (cache, None, "pool"):
             with pytest.raises(TypeError, match="pool must be a MemoryPool"):

@@ -116,6 +116,17 @@ def test_a_buffer_dropped_while_its_stream_is_in_use(
     assert names(traced, "cuEventRecord") == [] and cache.allocate(SIZE, stream).address == address
 
 
+def test_a_block_of_a_dropped_buffer_is_found_when_the_pool_runs_out(device: sa.Device, stream: sa.Stream) -> None:
+    with sa.MemoryPool(device, max_size=32 << 20) as pool, device.create_stream() as other:
+        cache = sa.CachingAllocator(pool)
+        buffer = cache.allocate(20 << 20, stream)
+        stream._forbid_direct()
+        del buffer
+        stream._allow_direct()
+        pool.allocate(20 << 20, other).free()
+        cache.close()
+
+
 def test_the_default_stream_has_one_cache_whatever_its_handle(cache: sa.CachingAllocator, device: sa.Device) -> None:
     buffer = cache.allocate(SIZE, Null())
     address = buffer.address

@@ -29,6 +29,7 @@ class TestMaking:
             assert pool.location == sa.MemLocation.device(0)
             assert pool.allocation_type is sa.MemAllocationType.PINNED
             assert pool.properties == sa.MemPoolProps(location=sa.MemLocation.device(0))
+            assert pool.properties.gpu_direct_rdma_capable is False
             assert pool.owned and not pool.closed and pool.handle and pool.on_oom == "raise"
             assert pool.statistics() == (0, 0, 0, 0)
             assert hex(pool.handle) in repr(pool) and "DEVICE:0" in repr(pool)

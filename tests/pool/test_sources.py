@@ -18,6 +18,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool import plain as of_plain
 from streamalloc.pool.internal import OnceIdle
+from streamalloc.pool.places import _location_of_mapped
 from streamalloc.testing import Faults, Gate, settle
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import MiB, each_raises, eventually, holds
@@ -129,6 +130,11 @@ class TestMemoryOfOthers:
                 assert buffer.location == device.location
             with pytest.raises(ValueError, match="has 4 MiB"):
                 sa.Buffer.from_handle(start, 2 * PAGE + 1, owner=range_, stream=stream)
+
+    def test_mapped_memory_whose_location_is_not_known(self, faults: Faults, device: sa.Device) -> None:
+        with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
+            faults.fail("cuMemGetAllocationPropertiesFromHandle", result="CUDA_ERROR_INVALID_VALUE")
+            assert _location_of_mapped(session_of(device), buffer.address) is None
 
     def test_memory_of_a_graph(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with stream.capture() as graph:
