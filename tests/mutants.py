@@ -52,7 +52,7 @@ AREAS = {
         "vmm/stores/test_copies.py",
     ),
     "simulator": ("simulator", "facts", "vmm/pages/test_swap.py"),
-    "checker": ("checker", "package/test_locks.py", "cupti/test_check.py"),
+    "checker": ("checker", "package/test_locks.py", "cupti/test_check.py", "vmm/pages/test_space.py"),
     "cupti": ("cupti", "cli/test_check.py"),
     "core": ("core", "package/test_html.py", "package/test_locks.py", "ipc/exporter/test_leases.py", *_ENDS),
     "pool": ("pool", "package/test_locks.py", "package/test_borrowed_handles.py", "ipc/test_raw_handles.py", *_ENDS),
