@@ -51,8 +51,8 @@ _INTERRUPTED = 128 + 2
 
 _EPILOG = """\
 --driver or STREAMALLOC_DRIVER selects the driver; the default is the machine's own. Without a GPU and a selection,
-the commands run on the simulated driver. The first line of the output names the
-driver, except for check, memory and record.
+all commands except profile run on the simulated driver. The first line of the output of tour, info, bench, replay and
+run names the driver.
 """
 
 
