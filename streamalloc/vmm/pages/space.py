@@ -120,8 +120,10 @@ class SpaceMemory(OwnsRange):
     @property
     def parked(self) -> int:
         """Number of released pages that queued work still uses or that are being cleared, and of pages that a swap is
-        moving.
+        moving. The host asks the driver which work is done, and does not wait. While this package captures a stream,
+        pages count as parked also after that.
         """
+        self._physical.allocations.work()
         return len(self._places.parked)
 
     @property
@@ -130,17 +132,19 @@ class SpaceMemory(OwnsRange):
         these pages needs no driver call. Raises ClosedError if the space was closed.
         """
         self._check_open()
+        self._physical.allocations.work()
         with self._physical.lock:
             mine = [place for places, place in self._physical.kept.values() if places is self._places]
         return np.array(sorted(mine), np.int64)
 
     def shared(self, pages: Pages) -> npt.NDArray[np.bool_]:
         """Return an array of bool, one element for each of ``pages``: True if another page shares the page's memory,
-        False for a page without memory. Raises TypeError or ValueError for an index that is no page, and ClosedError if
-        the space was closed.
+        False for a page without memory. A parked page still has its memory. Raises TypeError or ValueError for an index
+        that is no page, and ClosedError if the space was closed.
         """
         self._check_open()
         chosen = self._chosen(pages)
+        self._physical.allocations.work()
         with self._physical.lock:
             found = [self._places.backing[place] for place in chosen]
             return np.array([page is not None and page.users > 1 for page in found], np.bool_)
@@ -836,6 +840,7 @@ class PageSpace(SwapSpace):
             places.exchange(before)
 
         try:
+            physical.allocations.work()  # Pages that were released and whose work is done share no memory any more.
             self._change((), after, take)
             if old:
                 self._copy([*old.values()], [*new.values()], ordered)

@@ -16,7 +16,7 @@ from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.pages.places import Parking, PhysicalPages
 from tests.interrupting import Interrupt, Interrupted, lost_one
-from tests.support import Account, every, executed, in_a_thread, names, pending, read, soon
+from tests.support import Account, eventually, every, executed, in_a_thread, names, pending, read, soon
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import commit_filled, mapping, page, settled, values
 from tests.vmm.support import PAGE
@@ -387,6 +387,29 @@ class TestAgain:
                 with pytest.raises(sa.OutOfMemoryError, match="1 parked"):
                     space.commit(1)
             space.commit(1)
+
+
+def test_a_property_that_is_polled_alone_becomes_final(space: vmm.PageSpace) -> None:
+    """Nothing else is a point of work: the stream is only queried."""
+    commit_filled(space, range(4))
+    space.alias(range(8, 12), space, range(4))
+    stream = space.stream
+    with vmm.HostTier(space.device) as host:
+        space.swap_out(range(8, 12), host, stream)
+        assert executed(stream)
+        assert eventually(lambda: space.parked == 0)
+        space.release([1, 2], after=stream.record())
+        assert executed(stream) and eventually(lambda: space.kept.tolist() == [1, 2])
+
+
+def test_pages_whose_partners_are_gone_are_not_shared(space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
+    commit_filled(space, [0, 1])
+    for ask in (lambda: space.shared([0, 1]).any(), lambda: space.make_private([0, 1])):
+        space.alias([8, 9], space, [0, 1])
+        gate.hold(other)
+        space.release([8, 9], after=other)
+        gate.open()
+        assert executed(other) and not ask()
 
 
 @pytest.mark.parametrize("drop", [False, True])
