@@ -58,6 +58,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -97,6 +98,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_MOST_KEPT = 64
+"""Largest number of fences of a :class:`KeptForWork` for which no completed ones are looked for."""
 _PAUSE = 1e-4
 """Seconds between two reads of a fence's ``queueing`` while another thread still queues the fence's work."""
 
@@ -273,21 +276,31 @@ class KeptForWork(Deferred):
 
     def __init__(self, kept: object) -> None:
         self._kept: object = kept
-        self._fences: dict[Fence, None] = {}
-        """Fences for work that may not be done, oldest first. Several threads change this dictionary at the same time.
+        self._fences: dict[Fence, weakref.ref[Stream]] = {}
+        """Fences for work that may not be done, each with its stream. Several threads change this dictionary at the
+        same time.
         """
 
     @contextlib.contextmanager
     def queueing(self, stream: Stream) -> Iterator[None]:
         """Keep the object for the work that the ``with`` block queues on ``stream``."""
-        self._forget_completed()
+        mine = weakref.ref(stream)
+        # The new fence comes after these fences of the same stream, and replaces them. A fence that another thread has
+        # not recorded yet may come later.
+        before = [fence for fence, its in list(self._fences.items()) if its == mine and not fence.queueing]
         fence = Fence(stream._session, [stream], queueing=True)
-        self._fences[fence] = None
+        self._fences[fence] = mine
         try:
             yield
         finally:
             fence.queueing = 0
-            fence.record()
+            if not stream.is_default:  # A record after the legacy stream takes a new stream. No default stream ends.
+                fence.record()
+        for one in before:
+            self._fences.pop(one, None)
+        if len(self._fences) > _MOST_KEPT:
+            with contextlib.suppress(CudaError):  # The work was queued: an error here would deny that.
+                self._forget_completed()
 
     def attempt(self) -> bool:
         self._forget_completed()
@@ -297,10 +310,9 @@ class KeptForWork(Deferred):
         return True
 
     def _forget_completed(self) -> None:
-        for oldest in list(self._fences):
-            if not oldest.done():
-                break
-            self._fences.pop(oldest, None)
+        for one in list(self._fences):
+            if one.done():
+                self._fences.pop(one, None)
 
 
 def known_ends(session: Session) -> list[Event | Stream]:
