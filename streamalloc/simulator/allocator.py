@@ -70,7 +70,7 @@ class Block:
         self.owner: int = owner
         self.seq: int = seq
         self.since: int = 0  # Value of the pool's clock when the block was freed.
-        # Value of the pool's clock when the block was put on its shelf (list of free blocks of one owner).
+        # Value of the pool's clock when the block was put on its shelf.
         self.stamp: int = 0
         self.prev: Block | None = None
         self.next: Block | None = None
@@ -161,9 +161,9 @@ class PoolAddresses:
     def __init__(self, capacity: int, ranks: dict[int, int]) -> None:
         self.capacity = capacity
         self._last = Block(0, capacity)
-        # Shelf (:class:`Shelf`) of the blocks that are free for all streams, except the end of the line.
+        # Blocks that are free for all streams, except the end of the line.
         self._common = Shelf()
-        # Shelf (:class:`Shelf`) of the blocks that each stream left, by the stream's number.
+        # Blocks that each stream left, by the stream's number.
         self._left: defaultdict[int, Shelf] = defaultdict(Shelf)
         self._ranks = ranks
         self.backed: set[int] = set()

@@ -157,12 +157,11 @@ DeviceNumber = Annotated[int, Handle(cuda.CUdevice)]
 HostFunctionHandle = Annotated[int, Handle(cuda.CUhostFn)]
 StreamCallback = Annotated[int, Handle(cuda.CUstreamCallback)]
 
-# Kinds of parameters that a method gets as objects: the conversion of the handle, and the look-up of the object.
+# Kinds of parameters that a method gets as objects: conversion of the handle, look-up of the object.
 Device = Annotated[contexts.SimulatedDevice, Handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
-# For a parameter ``hStream: Stream`` a method gets the stream object, for ``hStream: StreamHandle`` the number of the
-# handle.
+# ``hStream: Stream`` gives the stream object, ``hStream: StreamHandle`` the number of the handle.
 Stream = Annotated[scheduler.Stream, stream, Machine.stream]
 # This result code for a destroyed event was observed once on H200. There, such a handle can also kill the process.
 Event = Annotated[contexts.Event, event, found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]

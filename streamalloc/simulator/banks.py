@@ -203,12 +203,11 @@ class Banks:
 
 # -- cuMemAlloc and pinned host memory, outside of stream order ------------------------------------------------
 
-# The rules for addresses were found from recordings of random programs on an H200 (test_plain_memory). *Regions* of 32
-# MiB, or a multiple for a larger allocation, contain large allocations and *blocks* of 2 MiB, which small allocations
-# share. Device and host memory lie side by side in regions. The newest region with enough free space is used. A large
-# allocation takes the smallest sufficient piece of the region. A small allocation takes the smallest sufficient piece
-# of all blocks of its kind. Of equal pieces, the piece that has been free longest is taken. Unused blocks and regions
-# are released.
+# Rules for addresses, from recordings of random programs on an H200 (test_plain_memory). *Regions* of 32 MiB, or a
+# multiple for a larger allocation, contain large allocations and *blocks* of 2 MiB, which small allocations share.
+# Regions have device and host memory. The newest region with enough free space is used. A large allocation takes the
+# smallest sufficient piece of the region, a small one that of all blocks of its kind; of equal pieces, the one that has
+# been free longest. Unused blocks and regions are released.
 _REGION = 32 << 20
 
 

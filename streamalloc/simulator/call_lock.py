@@ -162,7 +162,7 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
 _holding = 0  # Nesting depth of the calls of the main thread. While it is not 0, the handlers of _SIGNALS are replaced.
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
 _handlers: list[Any] = []  # The handlers of _SIGNALS that the program has installed.
-# Handlers of the program that are functions, by signal number. They are replaced during calls.
+# Handlers that are functions, by signal number: these are replaced.
 _replaced: dict[int, Any] = {}
 _late: list[int] = []  # Numbers of the signals that came during a call.
 

@@ -146,10 +146,9 @@ class GraphHeap:
         self._reserved = 0
         self.holes: list[Hole] = []
         """Free ranges that free nodes left, the oldest first."""
-        # Chunks of the latest launch, each with the number of its place. A place is a range of CHUNK bytes in the
-        # addresses of the graph.
+        # Chunks of the latest launch, with the numbers of their places: ranges of CHUNK bytes in the graph's addresses.
         self._places: dict[GraphChunk, int] = {}
-        # Chunk that is mapped at each place, by number of the place. The last launch that has run has mapped it.
+        # Chunk that the last finished launch has mapped at each place, by number of the place.
         self._mapped: dict[int, GraphChunk] = {}
         self.uses: LastUses = LastUses()
         self.live: dict[int, int] = {}

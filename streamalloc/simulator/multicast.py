@@ -27,8 +27,7 @@ from streamalloc.simulator.physical import CreatedMemory, Mappable, Properties
 WAITING, FORMED, NO_SLOT = 0, 1, 2
 """States of a team: devices are missing; all devices were added; all were added, but the switch had no free slot."""
 
-# Indexes of the 64-bit words at the start of a table. After these words come the numbers of the added devices, and the
-# records of bindings.
+# Indexes of the 64-bit words at the start of a table, before the numbers of added devices and the records of bindings.
 _DEVICES, _SIZE, _HANDLE_TYPES, _STATE, _HOLDERS, _RECORDS, _NUMBERS, _ADDED = range(8)
 _FIRST_ADDED = 16
 _FIRST_RECORD = 512
@@ -244,7 +243,7 @@ class MulticastMemory(Mappable):
         self.imported = imported
         self._machine = machine
         self._bound: dict[int, Backing] = {}  # Memory of the bindings that this holder made, by binding number.
-        # Mappings of bound memory, by binding number. Bindings of all holders are among them.
+        # Mappings of bound memory, by binding number, of all holders.
         self._windows: dict[int, ReservedExtent] = {}
 
     @property

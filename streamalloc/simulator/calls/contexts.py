@@ -189,7 +189,7 @@ class ContextCalls(Calls):
         self.scheduler.caller.contexts.append(context)
         return cuda.CUcontext(context.handle)
 
-    # In the bindings before CUDA 13 the call is cuCtxCreate(flags, dev), from then on cuCtxCreate(params, flags, dev).
+    # Before CUDA 13 the call is cuCtxCreate(flags, dev), from then on cuCtxCreate(params, flags, dev).
     cuCtxCreate = call(cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
 
     def cuCtxDestroy(self, ctx: Context) -> None:

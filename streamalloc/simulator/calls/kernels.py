@@ -360,8 +360,7 @@ for _name in COPY_MOST:
 
 _ATTRIBUTE = cuda.CUfunction_attribute
 _PREFIX = "CU_FUNC_ATTRIBUTE_"
-# Numbers of the attributes that cuFuncSetAttribute accepts: dynamic shared memory, carveout, and all from 11 to the
-# scheduling policy of clusters.
+# Attributes that cuFuncSetAttribute accepts: dynamic shared memory, carveout, 11 to the scheduling policy of clusters.
 _DYNAMIC, _CARVEOUT, _LAST = 8, 9, 15
 _SETTABLE = (_DYNAMIC, _CARVEOUT, *range(11, _LAST + 1))
 _COOPERATIVE = "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"

@@ -114,8 +114,7 @@ class MulticastCalls(CopyCalls):
         devices, handle_types = int(props.numDevices), int(props.handleTypes)
         check(devices and not int(props.flags) and handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
         check(any(device.attributes["MULTICAST_SUPPORTED"] for device in self.devices), Result.CUDA_ERROR_NOT_SUPPORTED)
-        # Users report that the driver refuses an object for one device, but not with which result code
-        # (InternLM/lmdeploy#4296).
+        # The driver refuses an object for one device, with an unknown result code (InternLM/lmdeploy#4296).
         not_modelled(devices == 1, "a multicast object for one device")
         too_many = devices > self.spec.devices and not self.spec.host_name
         not_modelled(too_many, "a multicast object for more devices than this machine has")
