@@ -203,7 +203,7 @@ class Timeline:
     def retire(self, stream: TrackedStream) -> None:
         """Record that a stream was destroyed. Its queued work may still run."""
         if stream.legacy is not None and stream.legacy.peers is not None and stream.obstacle is None:
-            # The next operation of the legacy stream comes after all work of this stream.
+            # The legacy stream must stay ordered after its work.
             stream.legacy.clock.learn(stream.clock)
             del stream.legacy.peers[stream]
         self.retired.append(stream)

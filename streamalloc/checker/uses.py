@@ -454,7 +454,7 @@ def check_uses(state: State, stream: TrackedStream, node: TrackedNode, stack: St
         if state.on_use is not None and piece[0].kind in _SEGMENTS:
             state.on_use(access, piece, stream, node)
         if piece[0].divided:
-            continue  # The blocks of such a range are checked instead, by the receiver of ``on_use``.
+            continue  # The receiver of ``on_use`` checks its blocks.
         if state.uninitialized and not (access.write or state.streams.foreign.may_write):
             state.judge.reads_unwritten(piece, access, state.unseen_upto)
         state.judge.use(piece, access, stream.clock, device)

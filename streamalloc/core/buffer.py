@@ -240,8 +240,8 @@ class Buffer(Memory, Closes):
             ``"this"`` for memory of ``cuMemHostRegister``: the driver does not distinguish such memory from other host
             memory, and cannot free it.
         stream
-            The stream of operations for which the caller names no stream; the caller orders it after the work that
-            writes the memory. Default: the default stream of the memory's device.
+            The stream of operations that name no stream; the caller orders it after the work that writes the memory.
+            Default: the default stream of the memory's device.
         driver
             The driver to use if ``stream`` is None or another library's stream.
 
@@ -277,8 +277,8 @@ class Buffer(Memory, Closes):
 
     @property
     def stream(self) -> Stream:
-        """Stream of operations for which the caller names no stream, and of the free of a dropped buffer. At first it
-        is the stream of the allocation.
+        """Stream of operations that name no stream, and of the free of a dropped buffer. At first it is the stream of
+        the allocation.
 
         Assign another stream if that stream uses the memory last: a dropped buffer is then freed after the new stream's
         work. The caller orders the new stream after the work of the previous stream. An assignment takes a cached
@@ -675,7 +675,7 @@ class GraphBuffer(Buffer):
         nbytes
             Size in bytes, at least 1.
         stream
-            The stream of operations for which the caller names no stream. The memory is on the stream's device.
+            The stream of operations that name no stream. The memory is on the stream's device.
         after
             Nodes (``CUgraphNode``) of the graph that the allocation comes after.
         access
@@ -850,7 +850,7 @@ class _FreeDropped(Deferred):
         try:
             ordered_after(self._stream, self._free)
         except NOT_CALLED:
-            # Nothing is raised: the caller has no part in the hazard of the free.
+            # Not raised: the caller has no part in the free.
             return False
         except CudaError as error:
             if not isinstance(error, (CaptureError, NotReadyError)) and not self._warned:

@@ -284,8 +284,8 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
         result = session.cuMemcpyAsync(to, of, nbytes, handle)[0]
     else:
         return False
-    # The driver refuses a copy of pool memory while the context of another device is current, and of mapped memory
-    # while no context is current. The caller then makes the copy again, with the stream's own context current.
+    # The driver refuses a copy of pool memory in the context of another device, and of mapped memory without a context.
+    # The caller then repeats the copy in the stream's own context.
     if result and (result != _WRONG_CONTEXT or int(session.call("cuCtxGetCurrent")) == int(session.context(ordinal))):
         name = "cuMemcpyAsync" if type(other) in kinds else "cuMemcpyHtoDAsync" if writing else "cuMemcpyDtoHAsync"
         raise error_from(result, name, ours._access_hint(ordered))

@@ -321,9 +321,8 @@ NO_SWITCH_RESOURCES = (
 )
 """Hint for CUDA_ERROR_OUT_OF_MEMORY of a multicast object: of its own functions, and of ``cuMemMap``."""
 
-# Exception classes and hints for functions whose result has another meaning than usual. For example,
-# CUDA_ERROR_OUT_OF_MEMORY of a multicast call is not about memory. A key is a tuple: the first word of the function's
-# name after "cu", and the name of the result.
+# Exception classes and hints for results with another meaning than usual: CUDA_ERROR_OUT_OF_MEMORY of a multicast call
+# is not about memory. Key: first word of the function's name after "cu", and name of the result.
 _KINDS_OF_CALLS: dict[tuple[str, str], type[CudaError]] = {("Stream", "CUDA_ERROR_ILLEGAL_STATE"): CaptureError}
 _HINTS_OF_CALLS = {
     ("Multicast", "CUDA_ERROR_NOT_SUPPORTED"): (

@@ -59,7 +59,7 @@ class MemoryBase(Shareable, Shown, abc.ABC):
     @property
     @abc.abstractmethod
     def stream(self) -> Stream:
-        """The stream of operations for which the caller names no stream."""
+        """The stream of operations that name no stream."""
 
     @property
     @abc.abstractmethod
@@ -206,12 +206,11 @@ class MemoryBase(Shareable, Shown, abc.ABC):
 
 Where: TypeAlias = "Device | MemLocation"
 
-# `_PROCESSOR`: advice whose location is a device or the host, not a NUMA node. `_WITH_LOCATION`: all advice with a
-# location.
+# `_PROCESSOR`: advice for a device or the host, not for a NUMA node. `_WITH_LOCATION`: all advice with a location.
 _PROCESSOR = (MemAdvise.SET_ACCESSED_BY, MemAdvise.UNSET_ACCESSED_BY)
 _WITH_LOCATION = (MemAdvise.SET_PREFERRED_LOCATION, *_PROCESSOR)
-_INT = 4  # Bytes of a C int. The value of each attribute is one C int, or a list of C ints.
-_CPU, _NONE = -1, -2  # The device numbers CU_DEVICE_CPU (the host) and CU_DEVICE_INVALID (no device).
+_INT = 4  # Bytes of a C int: an attribute is one, or a list.
+_CPU, _NONE = -1, -2  # CU_DEVICE_CPU (the host), CU_DEVICE_INVALID (no device)
 
 
 class MemRangeAttributes(NamedTuple):

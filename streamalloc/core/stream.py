@@ -833,7 +833,7 @@ class DefaultStream(Stream):
         return stream
 
     def _allow_direct(self) -> None:
-        # During a capture by this package, a checked call finds out whether a blocking stream is being captured.
+        # Not direct during a capture of this package: a checked call finds out whether a blocking stream is captured.
         queue = deferred_queue(self._session)
         self.usable = not (queue.captures or self._capture or self._before_work)
         if queue.captures or self._capture or self._before_work:  # As in the method of the base class.

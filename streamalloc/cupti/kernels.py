@@ -141,8 +141,8 @@ def _lists(name: str, size: int) -> _Lists | None:
     count = int(found["count"])
     slots = 96 if found["scalars"] and count == 1 else _SLOTS.get(count, 0)
     rows = (*range(count), count + 1) if found["fused"] else (*range(count),)
-    # The struct ends with block_to_tensor (one byte for each block) and block_to_chunk (one int for each block). Before
-    # these and after the sizes, it has for each tensor a scalar or the address of a step counter, or nothing.
+    # The struct ends with block_to_tensor (a byte for each block) and block_to_chunk (an int for each block). Between
+    # the sizes and these, each tensor has a scalar, the address of a step counter, or nothing.
     slot_of_block = size - 5 * _MOST_BLOCKS - (0 if found["scalars"] else 8)
     before = slot_of_block - 8 * slots * (count + 1)
     known = (4 * slots, 8 * slots) if found["scalars"] else (8 * slots if found["fused"] else 0,)
@@ -171,8 +171,7 @@ def _part(name: str, size: int) -> tuple[int, int]:
     if size <= _SMALL or "at::native::" not in name:
         return 0, size // 8 * 8
     if "::reduce_kernel<" in name:
-        # The last 64 bytes of the struct are six pointers (source, two targets, two buffers, semaphores) and two words
-        # of settings.
+        # Its last 64 bytes: six pointers (source, two targets, two buffers, semaphores), two words of settings.
         return size - 64, 48
     if "::elementwise_kernel<" in name:
         # The struct is an OffsetCalculator, which has 304 bytes and 100 for each tensor, followed by a pointer to each

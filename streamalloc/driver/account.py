@@ -13,9 +13,8 @@ SETTLERS: list[Callable[[], int | None]] = []
 the number of releases that are left, or None.
 """
 
-# For each kind of resource, two texts. The first names the functions that create a handle, which is the first value
-# after the CUresult. The second names the functions that end a handle, which is their first argument. A function that
-# is missing here causes a false leak or a false double release.
+# By kind of resource: the functions that create a handle (the first value after the CUresult), and those that end one
+# (the first argument). A missing function causes a false leak or a false double release.
 _RESOURCES = {
     "device memory": ("cuMemAlloc cuMemAllocManaged cuMemAllocPitch", "cuMemFree cuMemFreeAsync"),
     "pool allocation": ("cuMemAllocAsync cuMemAllocFromPoolAsync cuMemPoolImportPointer", "cuMemFreeAsync cuMemFree"),

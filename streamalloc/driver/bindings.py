@@ -38,9 +38,9 @@ _ADDED = {
         CU_MEMPOOL_ATTR_LOCALITY_DOMAIN_ID
         """,
 }
-# By name, the first version of the bindings in which the name can be used as this package does. Either older versions
-# lack the name, or its result changed (cuMemcpyBatchAsync), or older versions cannot read the attribute
-# (CU_MEMPOOL_ATTR_*, there since 13.1). Error messages give this version as the remedy; nothing else depends on it.
+# By name, the first version of the bindings that this package can use it of: older versions lack the name, return
+# another result (cuMemcpyBatchAsync), or cannot read the attribute (CU_MEMPOOL_ATTR_*, there since 13.1). Only error
+# messages use it, as the remedy.
 _ADDED_IN = {name: version for version, names in _ADDED.items() for name in names.split()}
 
 # Of CUmemPoolProps and CUmemAllocationProp: both begin with the allocation type and the handle types, C ints.

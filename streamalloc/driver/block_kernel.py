@@ -30,7 +30,7 @@ COPY_UNIT = 16
 """Bytes that a thread copies by one instruction. Addresses and sizes of blocks must be multiples of this number."""
 _THREADS = 256  # Threads of a thread block.
 _SHIFT = COPY_UNIT.bit_length() - 1
-_SPAN = 32 + _SHIFT  # Bits of an offset in bytes. The kernel gets the offset as a 32-bit number of units.
+_SPAN = 32 + _SHIFT  # Bits of an offset in bytes: the kernel gets 32 bits, in units.
 _PART = 2048  # Bytes that a warp of threads copies as one piece of a block.
 
 

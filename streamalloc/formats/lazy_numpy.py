@@ -21,8 +21,8 @@ else:
     class _Numpy(ModuleType):
         def __getattr__(self, name: str) -> Any:
             if "numpy" not in sys.modules:
-                # NumPy is imported on a thread of its own, where no signal handler runs: after an exception during the
-                # import, the process could not import NumPy again.
+                # On a thread, where no signal handler runs: after an exception during its import, the process could not
+                # import NumPy again.
                 thread = threading.Thread(target=importlib.import_module, args=("numpy",))
                 thread.start()
                 thread.join()

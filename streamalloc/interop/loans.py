@@ -142,7 +142,7 @@ class Lent(TypedView[Any]):
 # -- arrays of other libraries ---------------------------------------------------------------------------------------
 
 
-# NumPy's kinds of types, by DLPack's type codes. Types that NumPy lacks become bytes.
+# NumPy's kinds by DLPack's type codes. Other types become bytes.
 _KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 
 

@@ -571,7 +571,7 @@ def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
         for name, (begin, one) in parts.items():
             strides = None if one.is_contiguous() else tuple(one.stride())
             about[name] = Tensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), strides, begin)
-        # The copied part begins at a multiple of 16 bytes in the storage. No type needs more alignment.
+        # Begins at a multiple of 16 bytes in the storage, because no type needs more alignment.
         first = min(one.offset for one in about.values()) // 16 * 16
         nbytes = max(one.offset + one.nbytes for one in about.values()) - first
         offset = weights.reserve(nbytes)

@@ -198,8 +198,8 @@ def _carrier() -> Callable[[], bool]:
     if child is not None:
         return functools.partial(_has_ended, weakref.ref(child))
     caller = _pickled_by()
-    # The frame that pickles is a connection's send, a simple queue's put, or a queue's feeder thread; or a _QueuedItem
-    # is being made. In each of these, a local variable leads to the connection.
+    # The frame that pickles is a connection's send, a simple queue's put, a queue's feeder thread, or the making of a
+    # _QueuedItem. In each, a local variable leads to the connection.
     for value in list(caller.f_locals.values()) if caller is not None else ():
         if type(value) is _QueuedItem:
             return value.lost

@@ -19,8 +19,7 @@ from streamalloc.core.errors import undoing
 from streamalloc.core.properties import MemLocationType
 from streamalloc.observing.records import Allocation, Happening, Phase
 
-# Step in bytes by which a pool grows. Allocations of a pool that are further apart than this are put into different
-# segments of a snapshot.
+# Step in bytes by which a pool grows: allocations further apart are put into different segments of a snapshot.
 _STEP = 32 << 20
 
 

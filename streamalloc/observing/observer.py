@@ -111,7 +111,7 @@ class Account:
         self._allocators = [target for target in targets if isinstance(target, Allocator)]
         self._allocators += [target.pool for target in targets if isinstance(target, CachingAllocator)]
         self._devices = [target for target in targets if isinstance(target, Device)]
-        # Weak reference to an object, with the start and end address of a range in which the object maps memory.
+        # Weak references, so that closed objects end. With the start and end address of a range of the object.
         self._spans = [(weakref.ref(target), *span) for target in targets for span in _spans(target)]
         self._everything = not targets
         self._targets = targets

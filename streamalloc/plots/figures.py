@@ -391,7 +391,7 @@ def lives(of: Iterable[Call]) -> list[Life]:
     found: list[Life] = []
     live: dict[int, int] = {}
     freed: list[_Freed] = []
-    # By event: the freed memory whose free is ordered before the last record of the event.
+    # By event: freed memory whose free precedes the last record.
     marks: dict[int, list[_Freed]] = {}
     for number, (kind, args) in enumerate(_steps(of)):
         if kind == "allocate":

@@ -403,7 +403,7 @@ class _Source(Allocator):
         nbytes
             Size in bytes, or text such as ``"2MiB"``; at least 1.
         stream
-            The memory ends after the work of this stream. Operations for which the caller names no stream use it, too.
+            The memory ends after the work of this stream. Operations that name no stream use it, too.
 
         Raises
         ------

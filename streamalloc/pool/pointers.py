@@ -77,8 +77,8 @@ class PointerAttributes:
 
 
 def pointer_attributes(address: int, *, driver: Driver | None = None) -> PointerAttributes:
-    """Return the attributes of an address (``cuPointerGetAttribute``). ``driver`` is the driver to query (default: the
-    result of :func:`streamalloc.driver.default`).
+    """Return the attributes of an address (``cuPointerGetAttribute``). ``driver`` is the driver to query (default:
+    :func:`streamalloc.driver.default`).
 
     An address that the driver does not know gives :attr:`MemoryKind.UNKNOWN`, not an error. For freed memory no result
     is documented; drivers up to 580 report it as unknown.

@@ -291,7 +291,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
             ``cuMemPoolGetAccess``). Drivers older than CUDA 13.1 do not report it: then name the location if several
             devices have access, or if the NUMA node of host memory matters.
         driver
-            The driver to use; default: the result of :func:`streamalloc.driver.default`.
+            The driver to use; default: :func:`streamalloc.driver.default`.
 
         Raises
         ------
@@ -669,8 +669,7 @@ def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocatio
     session.call("cuMemPoolGetAttribute", raw, _FIGURES[0], hint=hint)
     access = session.call("cuMemPoolGetAccess", raw, MemLocation.host().to_driver())
     on_host, kind = int(access) != MemAccess.NONE, MemAllocationType.PINNED
-    # Some bindings and some drivers lack these attributes. Then the location is inferred, and the allocation type
-    # counts as pinned.
+    # Some bindings and drivers lack these attributes: then the location is inferred, and the type counts as pinned.
     with contextlib.suppress(CudaError):
         told = made.attributes
         kind, where, number = told.allocation_type, told.location_type, told.location_id

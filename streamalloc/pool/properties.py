@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # Field of CUmemPoolProps in bindings 13.4 and newer.
 _RDMA = "gpuDirectRDMACapable"
 
-# The driver reserves address space for a pool's maximum size, and addresses have 48 bits. With sizes near 2**64,
-# cuMemPoolCreate of driver 580 never returns.
+# The driver reserves addresses (48 bits) for a pool's maximum size. With sizes near 2**64, cuMemPoolCreate of driver
+# 580 never returns.
 _LARGEST_POOL = 1 << 48
 
 

@@ -159,8 +159,7 @@ _NOT_CALLING = ("cuda", "numba")
 """Modules whose import gives no warning: the bindings' package, and Numba, which gives a warning when ctypes loads the
 library.
 """
-# Whether a block of watch_imports is active, whether its audit hook was added, and the names of the libraries that were
-# warned about.
+# Whether a block of watch_imports is active, whether its audit hook was added, names of libraries warned about.
 _watching = False
 _added = False
 _reported: set[str] = set()

@@ -25,8 +25,7 @@ _OPERATIONS: dict[str, Callable[..., Values]] = {
     "xor": np.bitwise_xor,
 }
 _OF_INTEGERS = frozenset(_OPERATIONS)
-# The types are those of the PTX manual, except bfloat16, which NumPy lacks. PTX adds signed 64-bit integers as unsigned
-# ones.
+# Types of the PTX manual, without bfloat16, which NumPy lacks. PTX adds signed 64-bit integers as unsigned ones.
 SUPPORTED: dict[str, frozenset[str]] = {
     **dict.fromkeys(("uint32", "int32", "uint64", "int64"), _OF_INTEGERS),
     "float16": frozenset(("add", "min", "max")),

@@ -41,7 +41,7 @@ FORMAT = "streamalloc trace"
 VERSION = 1
 # An event as JSON, without the slower json.dumps(): an action and numbers need no escapes.
 _LINE = '["%s", %d, %d, %d, %d, %d]\n'
-_LEVEL = 6  # Level of gzip's compression.
+_LEVEL = 6  # Of gzip.
 _GZIP = b"\x1f\x8b"
 _LONGEST = 1 << 20  # The most bytes that a line of text may have.
 # A compressed file may expand to 200 times its size plus 4 MiB. Without a limit, a small file could exhaust the memory.
@@ -360,8 +360,7 @@ def _shown(address: object) -> str:
 
 # --- recorded driver calls ------------------------------------------------------------------------------------------
 
-# Indices of the arguments size and stream, by driver function; None: no such argument, the legacy default stream is
-# used.
+# Indices of the arguments size and stream, by driver function; None: the legacy default stream.
 _MAKERS = {"cuMemAllocAsync": (0, 1), "cuMemAllocFromPoolAsync": (0, 2), "cuMemAlloc": (0, None)}
 _ENDERS = {"cuMemFreeAsync": 1, "cuMemFree": None}
 

@@ -66,7 +66,7 @@ class AddressRange(OwnsNode, Drawn):
         Preferred first address, a multiple of the same granularity; 0 for none. :attr:`honoured` shows whether the
         driver used this address.
     driver
-        The driver to use; default: the result of :func:`streamalloc.driver.default`.
+        The driver to use; default: :func:`streamalloc.driver.default`.
 
     Raises
     ------
@@ -419,7 +419,7 @@ class RangeView(Memory):
 
     The view is valid while the bytes are mapped. Afterwards its fills, copies and exports raise :class:`ClosedError`.
     With ``holes=True``, exports do not check whether bytes are mapped, and fills and copies of unmapped bytes raise
-    ValueError. Operations for which the caller names no stream use :attr:`stream`.
+    ValueError. Operations that name no stream use :attr:`stream`.
     """
 
     __slots__ = ("__weakref__", "_holes", "_stop", "offset", "range")
@@ -703,7 +703,7 @@ class OwnsRange(Memory, Closes):
 
     @property
     def stream(self) -> Stream:
-        """Stream of operations for which the caller names no stream; by default the device's default stream."""
+        """Stream of operations that name no stream; by default the device's default stream."""
         return self.device.default_stream if self._given_stream is None else self._given_stream
 
     @property

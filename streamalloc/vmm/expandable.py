@@ -897,7 +897,7 @@ class ExpandableCache(CachingAllocator):
         if isinstance(pool, MemoryPool) and (pool.location.type is not MemLocationType.DEVICE or pool.managed):
             raise ValueError(f"{pool!r} has no memory of a device alone, which an ExpandableCache is for")
         super().__init__(pool, limit=limit)
-        self.free_function = end_plain  # Function that frees a buffer whose memory has left the cache.
+        self.free_function = end_plain  # For buffers whose memory has left the cache.
 
     def _make_state(self) -> _State:
         return _State(self.pool)

@@ -79,7 +79,7 @@ class GrowableBuffer(VirtualBuffer):
     handle_types, compressible, gpu_direct_rdma
         As for :class:`PhysicalMemory`.
     stream
-        Stream of operations for which the caller names no stream; default: the device's default stream.
+        Stream of operations that name no stream; default: the device's default stream.
 
     Raises
     ------

@@ -63,7 +63,7 @@ class Members(Closes, Claimable):
             Size in bytes, or text such as ``"2MiB"``; 0 gives an empty buffer. The size of the physical memory is
             rounded up to the granularity.
         stream
-            Stream of operations for which the caller names no stream; default: the device's default stream.
+            Stream of operations that name no stream; default: the device's default stream.
         tag
             Tag by which :meth:`sleep` and :meth:`wake` select buffers; the empty text by default.
 
@@ -395,8 +395,8 @@ class Tagged:
         self._session = session_of(group)
 
     def allocate(self, nbytes: int | str, stream: StreamLike | None = None) -> VirtualBuffer:
-        """Allocate a buffer of ``nbytes`` bytes with the tag. ``stream``: stream of operations for which the caller
-        names no stream. Raises the errors of :meth:`SleepGroup.allocate`.
+        """Allocate a buffer of ``nbytes`` bytes with the tag. ``stream``: stream of operations that name no stream.
+        Raises the errors of :meth:`SleepGroup.allocate`.
         """
         return self.group.allocate(nbytes, stream, tag=self.tag)
 

@@ -274,8 +274,7 @@ class PhysicalMemory(GenericAllocation):
     round_up
         Whether to round ``nbytes`` up to the granularity instead of raising ``ValueError``.
     driver
-        The driver to use if ``where`` is not a :class:`Device`; default: the result of
-        :func:`streamalloc.driver.default`.
+        The driver to use if ``where`` is not a :class:`Device`; default: :func:`streamalloc.driver.default`.
 
     Raises
     ------
@@ -399,7 +398,7 @@ class PhysicalMemory(GenericAllocation):
             this object is released. None if other code releases the handle. ``"this"`` if this object releases it
             (``cuMemRelease``).
         driver
-            The driver to use; default: the result of :func:`streamalloc.driver.default`.
+            The driver to use; default: :func:`streamalloc.driver.default`.
 
         Raises
         ------

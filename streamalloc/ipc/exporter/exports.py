@@ -61,7 +61,7 @@ _NOT_EXPORTABLE = (
     "only allocations of pools made with handle_types=POSIX_FILE_DESCRIPTOR can be shared, "
     "by the process that made them"
 )
-# Seconds between two checks in a free that waits for importers.
+# Seconds between two checks in a wait for importers.
 _PAUSE = 0.0005
 
 
@@ -379,7 +379,7 @@ class Lease(SharedState):
         # Python switches no threads within this line, so only one of two threads frees the buffer.
         shared, buffer.shared = buffer.shared, None
         if shared is None:
-            buffer.check_usable()  # Raises ClosedError.
+            buffer.check_usable()  # Raises.
         listener = self._exports.session.listener
         if listener is not None:
             listener.deferred(int(self.pointer))

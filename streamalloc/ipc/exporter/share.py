@@ -747,7 +747,7 @@ def _check_mapped_array(thing: object, options: _Options, memory: PhysicalMemory
         raise ValueError(f"{thing!r} lies in several chunks of physical memory: share them one by one")
 
 
-# Function for each class of shared things. The first class of which the thing is an instance counts.
+# Function for each class of shared things; the first match counts.
 _KINDS: dict[type, Callable[[Any, _Options, Exports], _Thing]] = {
     Buffer: _share_buffer,
     MemoryPool: _share_pool,

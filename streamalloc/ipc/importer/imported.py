@@ -44,7 +44,7 @@ from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechan
 from streamalloc.pool.internal import OnceIdle, location_of_pool
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
-# Seconds between two checks of the host whether an announced value is written.
+# Seconds between two reads of an announced value.
 _PAUSE = 0.0002
 
 

@@ -39,7 +39,7 @@ from streamalloc.ipc.store.protocol import REQUESTS, checked_key, encode, reques
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors, read_file
 from streamalloc.ipc.wire.control_block import ReadyWord
 
-# Seconds between two checks whether announced contents are complete, and between two attempts to send an answer.
+# Seconds between two checks for complete contents, and between two attempts to send an answer.
 _PAUSE = 0.02
 _ROOM = 8
 """Number of file descriptors that must be free after a commit, for connections and the journal."""

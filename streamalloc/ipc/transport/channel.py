@@ -197,8 +197,8 @@ def milliseconds(deadline: float | None) -> int:
 
 # -- packets --------------------------------------------------------------------------------------------------
 
-# Magic, version, number of descriptors, number of bytes of the message. The packet of a large message has another
-# magic, and carries two descriptors: the file with the bytes, and the channel with the descriptors.
+# Magic, version, number of descriptors and of bytes. The packet of a large message has another magic and two
+# descriptors: the file with the bytes, and the channel with the descriptors.
 _HEADER = struct.Struct("<4sHHI")
 _MAGIC, _LARGE_MAGIC = b"SAch", b"SAcl"
 _LARGE_HANDLES = 2
@@ -626,8 +626,7 @@ class Channel(_SocketOwner):
                 if error.errno == errno.EAGAIN:
                     self._poll(select.POLLOUT, milliseconds(end))
                 else:
-                    # Kernel memory is used up, or too many descriptors are in flight. poll() cannot wait for the end of
-                    # these states.
+                    # No kernel memory, or too many descriptors in flight: poll() cannot wait for the end of these.
                     time.sleep(min(0.001, left(end)))
 
     def _await(self, error: OSError, wait: float | None, end: float | None) -> None:

@@ -153,15 +153,14 @@ def by_value(values: Sequence[Any], text: str) -> str:
     return "; ".join(f"{listed(which)} {text.format(value)}" for value, which in ranks.items())
 
 
-# `_HEAD` begins each message: the call (u8), and the number of earlier calls (u32). After Collective.FAILED, JSON
-# follows: whether a rank was late, the calls of the ranks at fault, and the error's text. `_HELLO` is the first message
-# on a new connection: the word "hello", and the rank of the process that connected.
+# `_HEAD` begins each message: the call (u8), number of earlier calls (u32). After Collective.FAILED, JSON follows:
+# whether a rank was late, the calls of the ranks at fault, the error's text. `_HELLO` is the first message on a
+# connection: "hello", and the rank of the process that connected.
 _HEAD = struct.Struct("<BxxxI")
 _HELLO = struct.Struct("<5sI")
 _NAMES = {int(call): str(call) for call in Collective if call != Collective.FAILED}
 _LONGEST_TEXT = 1000
-# Seconds: shortest pause and longest pause while ranks connect, and time limit for the first message on a new
-# connection.
+# Seconds: shortest and longest pause while ranks connect, time limit for the first message on a connection.
 _SHORT = 0.001
 _LONG = 0.02
 _HELLO_SECONDS = 5.0
@@ -720,7 +719,7 @@ class TorchCommunicator(_Group):
         return packets
 
 
-# For each group name, the numbers of the communicators that this process makes. They are equal on all ranks of a group.
+# By name of the group: numbers of the communicators of this process, equal on all ranks.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 

@@ -100,7 +100,7 @@ _HEADER_BYTES = 4096
 _DEAD = _HEADER_BYTES - 4
 _EXPORTER_WORDS = ("generation", "announced", "ready", "lost", "pool", "hold")
 _IMPORTER_WORDS = ("opened", "closing", "closed")
-# For each kind of word: offset in bytes of the first word, and distance in bytes between two slots or marks.
+# By kind of word: offset of the first word, distance between two slots or marks, in bytes.
 _LAYOUT: dict[str, tuple[int, int]] = {}
 _BYTES = _HEADER_BYTES
 for _name in (*_EXPORTER_WORDS, *_IMPORTER_WORDS):
@@ -112,7 +112,7 @@ _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 _AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _ANNOUNCEMENT = struct.Struct("<III")
 _NOT_IN_A_CAPTURE = "a graph cannot wait for another process, nor notify one"
-# Number of expected announcements at which the announcements that have been written are removed from the table.
+# Number of expected announcements at which written ones are removed, so that the table does not grow for ever.
 _MOST_EXPECTED = 64
 
 Words = npt.NDArray[np.uint32]

@@ -54,7 +54,7 @@ MOST_CHUNKS = 2048
 _MOST_PAYLOAD = 256
 _MOST_BYTES = 1 << 48
 _FLAGS = 0x1D
-# The type of an array's elements in NumPy's notation: byte order, kind, size in bytes.
+# Type of elements in NumPy's notation: byte order, kind, size in bytes.
 _TYPE = re.compile(r"[<>|]([biufcV])([1-9][0-9]{0,3})")
 _MOST_DIMENSIONS = 16
 _HANDLE_TYPES = (0, 1, FABRIC)

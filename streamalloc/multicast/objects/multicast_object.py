@@ -146,7 +146,7 @@ class MulticastObject(GenericAllocation):
     recommended
         Whether to use the granularity that the driver recommends for performance, rather than the minimum.
     driver
-        The driver to use; default: the result of :func:`streamalloc.driver.default`.
+        The driver to use; default: :func:`streamalloc.driver.default`.
 
     Raises
     ------
@@ -232,7 +232,7 @@ class MulticastObject(GenericAllocation):
         recommended
             Whether to return the granularity that the driver recommends for performance, rather than the minimum.
         driver
-            The driver to use; default: the result of :func:`streamalloc.driver.default`.
+            The driver to use; default: :func:`streamalloc.driver.default`.
 
         Raises
         ------
@@ -264,7 +264,7 @@ class MulticastObject(GenericAllocation):
         handle_types
             Handle types with which the object was created; default: the type of ``handle``.
         driver
-            The driver to use; default: the result of :func:`streamalloc.driver.default`.
+            The driver to use; default: :func:`streamalloc.driver.default`.
 
         Raises
         ------

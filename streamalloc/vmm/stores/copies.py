@@ -34,7 +34,7 @@ _UNMEASURED = 256 << 10
 for a measurement.
 """
 _TIE = 1.05  # A kernel that takes at most 1.05 times as long as single copies counts as faster.
-# For a measurement: bytes of host memory, largest number of blocks, and number of runs, of which the fastest counts.
+# For a measurement: bytes of host memory, most blocks, and runs, of which the fastest counts.
 _ROOM, _MOST_MEASURED, _TRIES = 16 << 20, 64, 5
 _LEGACY = (0, 1)  # Handles of the legacy default stream, which refuses batches.
 _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
