@@ -154,7 +154,7 @@ class State:
         """Whether ``address`` is in pageable host memory: no recorded call has made memory there, and the driver
         reports none.
 
-        Copies to such memory end before the call returns.
+        A single copy to such memory ends before the call returns; a batch of copies may end later.
         """
         unseen = self.addresses.find(address) is None
         return unseen and self.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is None
