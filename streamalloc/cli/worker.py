@@ -17,7 +17,7 @@ from streamalloc.driver.internal import choice_of
 SECONDS = 60.0
 """Seconds to wait for the other process. Making a context takes long on a busy GPU."""
 context: Any = multiprocessing.get_context("spawn")
-"""Context of multiprocessing that starts the processes: spawn, because a forked child could not use CUDA."""
+"""Context of multiprocessing: spawn, because this process has used CUDA, which a forked child then cannot use."""
 
 
 class WorkerError(RuntimeError):

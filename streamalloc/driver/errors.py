@@ -35,7 +35,8 @@ class DriverNotFoundError(RuntimeError):
 
 
 class ForkedProcessError(RuntimeError):
-    """A forked child process used an object of its parent. CUDA does not work in a forked child.
+    """A forked child process used an object of its parent. CUDA does not work in a child of a fork after the parent's
+    first use of CUDA.
 
     Start processes with multiprocessing's method ``spawn``, as the programs of :doc:`/docs/guides/ipc` do.
     """
