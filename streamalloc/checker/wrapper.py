@@ -83,10 +83,10 @@ def _notification(delivers: bool = False) -> Callable[[F], F]:
 class _Turn:
     """Turn to change the state: one thread has it at a time.
 
-    A finaliser may run between any two lines of a step that changes the state, on the same thread, and may make a
-    driver call. So the lock is reentrant: otherwise the finaliser would wait for its own thread. The state is half
-    changed then, so the finaliser's call is recorded after the step (:meth:`postpone`). A call that the checker makes
-    itself in a step gives the turn away meanwhile (:meth:`outside`).
+    A finaliser may make a driver call between any two lines of a step, on the same thread. So the lock is reentrant:
+    otherwise the finaliser would wait for its own thread. The state is half changed then, so its call is recorded after
+    the step (:meth:`postpone`). A call that the checker makes itself in a step gives the turn away meanwhile
+    (:meth:`outside`).
     """
 
     def __init__(self) -> None:
@@ -539,10 +539,9 @@ class _WithoutLock:
     """The wrapped driver for calls that the checker itself makes, without the turn (:meth:`_Turn.outside`)."""
 
     def __init__(self, driver: Any, turn: _Turn) -> None:
-        # This object refers to the driver and the turn, not to the recorder: otherwise recorder, state and this object
-        # would form a cycle, and the driver would exist until a garbage collection. A weak reference to the recorder
-        # would not do: the collector clears it before the finalisers of its garbage run, and a finaliser may still make
-        # a call.
+        # Refers to the driver and the turn, not to the recorder: otherwise recorder, state and this object would form a
+        # cycle, and the driver would exist until a garbage collection. The collector clears a weak reference before the
+        # finalisers of its garbage run, which may still make calls.
         self._driver, self._turn = driver, turn
 
     def __getattr__(self, name: str) -> Any:

@@ -502,8 +502,8 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
 def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool = False) -> T:
     """Call ``act`` with a new stream, and close the stream. Returns the result of ``act``.
 
-    The stream is non-blocking by default. If a blocking stream waited for work, the legacy stream would wait for this
-    work, too, and all other blocking streams would wait for the legacy stream.
+    The stream is non-blocking by default: if a blocking stream waited for work, the legacy stream and, through it, all
+    other blocking streams would wait, too.
 
     A stream needs memory of the device. If the device has none left, ``act`` gets the legacy stream in spite of these
     waits: without it, no dropped object would release its memory. CaptureError is then raised as by

@@ -155,8 +155,8 @@ def _only_names(stream: Any, number: int) -> bool:
     stream at any time.
 
     Such objects are the bindings' ``CUstream``, instances of a class ``ExternalStream`` (CuPy, PyTorch), Numba's
-    external streams, and PyTorch's objects whose ``stream_id`` is the handle. A stream of cuda.core that was made by
-    ``Stream.from_handle`` only names one too, but does not say so: the result is False.
+    external streams, and PyTorch's objects whose ``stream_id`` is the handle. Streams of cuda.core by
+    ``Stream.from_handle`` cannot be distinguished: False.
     """
     return (
         isinstance(stream, cuda.CUstream)

@@ -382,9 +382,9 @@ def session_of(thing: _HasSession) -> Session:
 class _Current:
     """Push a context on entry and pop it on exit (``cuCtxPushCurrent``, ``cuCtxPopCurrent``).
 
-    After the pop the caller's own context is current again, whatever library set it; ``cuCtxSetCurrent`` could not
-    restore it. If our context remained current, the thread's work on default streams would run on another device,
-    without an error. So the pop is made even if a signal handler raises right after the push.
+    The pop restores the caller's own context; ``cuCtxSetCurrent`` could not. If our context remained current, the
+    thread's work on default streams would run on another device, without an error. So the pop is made even if a signal
+    handler raises right after the push.
     """
 
     __slots__ = ("_context", "_session")
@@ -469,12 +469,11 @@ def sessions() -> tuple[Session, ...]:
     return tuple(one for one in found if one is not None and hasattr(one, "_state"))
 
 
-# Rules for a forked child. CUDA does not work there. A driver call may hang on a lock that a thread of the parent held,
-# or may end a handle that the parent still uses. The child inherits every object, and its garbage collector drops these
-# objects. So the child makes no driver call at all. The functions of each session raise ForkedProcessError, and
-# finalisers find that the session is not usable. Locks are made anew, because the threads that held the old locks do
-# not exist in the child. The child may close what the kernel duplicated for it: file descriptors and mappings of shared
-# memory.
+# Rules for the forked child of a process that has used CUDA. A driver call may hang on a lock that a thread of the
+# parent held, or end a handle that the parent still uses. The child's garbage collector drops inherited objects. So the
+# child makes no driver call: the functions of each session raise ForkedProcessError, and finalisers find that the
+# session is not usable. Locks are made anew, because the threads that held them do not exist in the child. The child
+# may close what the kernel duplicated: file descriptors and mappings of shared memory.
 
 
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:

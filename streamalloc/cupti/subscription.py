@@ -345,9 +345,9 @@ class Block(contextlib.ExitStack):
 class _Watch:
     """Timer that prints a warning on stderr if no Python thread has run for a minute, which is likely a deadlock.
 
-    The callback of a driver call may wait for the GIL while the calling library holds a mutex, and the thread with the
-    GIL may wait for that mutex. Then no Python code runs. So a POSIX timer calls ``warnx`` of the C library, unless a
-    Python thread sets the timer again in time.
+    A callback may wait for the GIL while its library holds a mutex, and the thread with the GIL may wait for that
+    mutex. Then no Python code runs. So a POSIX timer calls ``warnx`` of the C library, unless a Python thread sets the
+    timer again in time.
     """
 
     def __init__(self) -> None:

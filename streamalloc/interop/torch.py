@@ -357,9 +357,8 @@ def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
 
     Returns the number of bytes released.
 
-    PyTorch keeps such segments for later tensors while the pool is in use, even when memory runs out. No other tensor
-    may be put there any more, so one tensor takes the whole segment until the pool ends. Only memory of sleep groups is
-    released.
+    PyTorch keeps such segments for later tensors while the pool is in use. No other tensor may be put there any more,
+    so one tensor takes the whole segment until the pool ends. Only memory of sleep groups is released.
     """
     torch, routes = library("torch"), vars(_routes).get("all", [])
     group = getattr(ledger.sources.by_device.get(ordinal), "group", None)

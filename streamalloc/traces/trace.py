@@ -528,9 +528,9 @@ def _of_type(entry: dict[str, Any], key: str, kind: type[T], default: T | None =
 
 
 # A snapshot may come from an untrusted person. The standard library's reader calls functions that a pickle names, and
-# its variant in C allocates as much memory as a pickle requests. Therefore this reader is the variant in Python,
-# without the opcodes for classes and functions. Its memory use grows only with the length of the data, because values
-# are slices of the data, and the memo is a dictionary.
+# in C allocates as much memory as a pickle requests. So this reader is the variant in Python, without the opcodes for
+# classes and functions. Its memory use grows only with the length of the data: values are slices of the data, and the
+# memo is a dictionary.
 _KEY_TYPES = (str, bytes, int, float, bool, type(None))
 _PLAIN_OPCODES = frozenset(
     "PROTO FRAME STOP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "  # noqa: SIM905

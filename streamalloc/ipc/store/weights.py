@@ -25,8 +25,7 @@ from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
 from streamalloc.vmm.internal import After, import_memory, map_side_by_side
 
 _LEAST_RANGES = 64 << 20, 1 << 30, 16 << 30, 128 << 30
-"""Sizes in bytes, ascending, of the address range that a reader tries to reserve at the requested address. If the
-driver gives another address, the reader tries the next size.
+"""Sizes in bytes that a reader tries in turn to reserve at the requested address, until the driver gives this address.
 
 Several sizes are needed, because driver 580 may place a small range inside a larger range that it has kept: always for
 2 MiB, and for 64 MiB if the process has freed larger ranges.

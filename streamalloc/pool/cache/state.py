@@ -63,9 +63,9 @@ _LARGEST_FIT = 5
 _LARGEST_KEPT = 2
 """Limit for the size of a larger class's blocks, as a multiple of the request's class.
 
-If the block found is smaller than this limit, its free list also serves the next requests of the same size. If it is
-not, and the request's own class has blocks, free or in use, the next request first searches its own class. Otherwise
-half-precision tensors would use up the blocks of full-precision tensors, which are twice as large.
+If the block found is smaller than this limit, its free list also serves the next requests of the same size. Otherwise,
+if the request's own class has blocks, the next request first searches this class. Without this, half-precision tensors
+would use up the blocks of full-precision tensors, which are twice as large.
 """
 _MAX_SIZES = 1 << 14
 """Largest number of entries of :attr:`StreamCache.lists`, whose dict then has about 1 MiB."""

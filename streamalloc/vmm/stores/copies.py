@@ -40,8 +40,8 @@ _LEGACY = (0, 1)  # Handles of the legacy default stream, which refuses batches.
 _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
 """Number of copies in the first batch, and the largest number in later batches.
 
-While a batch runs, the driver prepares the next batch. The driver needs 0.6 us per copy, and a copy of 64 KiB runs for
-1.2 us. So each batch may have 1.5 times as many copies as the batch before, and the device does not wait.
+While a batch runs, the driver prepares the next: 0.6 us per copy. A copy of 64 KiB runs for 1.2 us. So each batch may
+have 1.5 times as many copies as the batch before, and the device does not wait.
 """
 _MANY_SINCE = 12010
 """First driver version (``cuDriverGetVersion``) in which a kernel may have 32 KiB of parameters."""
