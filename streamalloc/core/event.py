@@ -404,7 +404,7 @@ async def finished(event: Event) -> None:
             # In another capture mode, a query would invalidate captures of other streams.
             with event._session.relaxed():
                 if event.query():
-                    event.synchronize()  # Returns at once. Only this shows pools that earlier frees have run.
+                    event.synchronize()  # Returns at once. Pools only then reuse what was freed before it.
                     return
             age = loop.time() - began
             pause = max(min(max(age / 8, _SHORTEST), _LONGEST), min(_PER_WAIT * len(several), _MANY))

@@ -321,7 +321,7 @@ class Replayed:
 
 class Replay:
     """Trace that is prepared for an allocator, so that the timed loop does little except the allocator's calls: the
-    value of ``with`` :func:`prepare` ``as replay``.
+    value of a ``with`` block of :func:`prepare`.
     """
 
     def __init__(self, trace: Trace, subject: Subject) -> None:
