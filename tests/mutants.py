@@ -42,6 +42,7 @@ AREAS = {
     "driver": (
         "driver",
         "testing",
+        "cli/test_command_line.py",
         "package/test_locks.py",
         "package/test_html.py",
         "core/test_device.py",
