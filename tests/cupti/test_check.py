@@ -394,11 +394,23 @@ def late(s: Scene, ordered: bool) -> None:
     s.read(tensor, s.first)
 
 
-@pytest.mark.parametrize("scene", [produced, written, early, late, parts])
+def copied(s: Scene, ordered: bool) -> None:
+    """Plain memory is read while a block is copied to it."""
+    block, tensor = s.torch.empty(s.first), int(s.driver.cuMemAlloc(MiB)[1])
+    s.fill(block, s.first)
+    s.driver.cuMemcpyDtoDAsync(tensor, block, MiB, s.first)
+    if ordered:
+        s.order(s.first, s.side)
+    s.read(tensor, s.side)
+    s.driver.cuCtxSynchronize()
+    s.driver.cuMemFree(tensor)
+
+
+@pytest.mark.parametrize("scene", [produced, written, early, late, parts, copied])
 def test_a_missing_wait_between_two_streams_is_found(checked: Any, scene: Any) -> None:
     """Also before a reading of the history."""
     (hazard,) = checked(scene, False).hazards
-    assert hazard.kind == "race" and "s.torch.empty(" in hazard.stacks["allocated"][-1]
+    assert hazard.kind == "race" and "s.torch.empty(s.first)" in hazard.stacks["allocated"][-1]
     assert checked(scene, True).hazards == []
 
 
