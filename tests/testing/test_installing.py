@@ -319,6 +319,12 @@ def test_an_interpreter_without_bindings_or_package_runs_the_program(tmp_path: P
     assert (run.stdout, run.stderr) == ("runs\n", "")
 
 
+def test_a_program_does_not_run_without_its_machine() -> None:
+    startup = str(Path(sd.__file__).with_name("startup"))
+    run = finished(python("print('runs')"), PYTHONPATH=startup, STREAMALLOC_INSTALL="no machine")
+    assert (run.returncode, run.stdout) == (1, "")
+
+
 @pytest.mark.parametrize("choice", ["simulated:2", "cuda"])
 def test_a_notebook_says_what_it_runs_on(
     choice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
