@@ -201,6 +201,9 @@ class TestGroups:
             group.step("map", bytes, None)
         group.barrier_after_failure(None)
         assert met == [None]
+        broken: Any = SimpleNamespace(rank=0, size=2, barrier=lambda timeout: 1 / 0)
+        (lost := RankGroup(broken)).barrier_after_failure(None)
+        assert lost.failed
 
     @pytest.mark.parametrize(
         ("calls", "rank"),
