@@ -50,15 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(terminal: Terminal, options: argparse.Namespace) -> int:
     """Serve a store until SIGTERM or SIGINT. Returns the exit code 0.
 
-    Raises :class:`UsageError` if another server has the name, if the arguments are wrong, or if ``--devices`` is given
-    and there is no driver.
+    Raises :class:`UsageError` if another server has the name, if the store's keeper does not answer, if the arguments
+    are wrong, or if ``--devices`` is given and there is no driver.
     """
     try:
         # Only the option --devices needs a driver, for UUIDs. Without this option no driver is loaded.
         driver = None if options.served is None else choose(options.driver, options.devices).driver
         evict, keep = options.evict, options.keep
         server = StoreServer(options.name, options.served, options.limit, evict=evict, keep=keep, driver=driver)
-    except (StoreBusyError, DriverNotFoundError, ValueError) as error:
+    except (StoreBusyError, DriverNotFoundError, ValueError, TimeoutError) as error:
         raise UsageError(str(error)) from None
 
     def stop(*_: Any) -> None:

@@ -26,7 +26,15 @@ from typing import Any, NamedTuple
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import Closes, close_all
-from streamalloc.ipc.transport.channel import Channel, ProtocolError, read_file, rights_of, sealed_file
+from streamalloc.ipc.transport.channel import (
+    Channel,
+    Listener,
+    Message,
+    ProtocolError,
+    read_file,
+    rights_of,
+    sealed_file,
+)
 
 _SECONDS = 30.0
 
@@ -170,9 +178,7 @@ class Keeper(Closes):
         close_all(handles)
 
     def leave(self) -> None:
-        """Close the connection, because a keeper serves one server at a time. All kept descriptors stay for the next
-        server.
-        """
+        """Close the connection. All kept descriptors stay for the next server."""
         self.closed = True
         self._place.close()
 
@@ -294,11 +300,19 @@ class KeeperProcess:
 
     def passed(self) -> Iterator[tuple[str, Fd]]:
         """Yield tuples of name and descriptor for all kept descriptors. The descriptors are duplicates. Raises
-        the errors of :meth:`Channel.send` and :meth:`Channel.receive`: the process must answer within 30 s.
+        the errors of :meth:`Channel.send` and :meth:`Channel.receive`: TimeoutError if the process does not answer
+        within 30 s.
         """
         self.send("PASS=1")
-        while (message := self._channel.receive(timeout=_SECONDS)).handles:
+        while (message := self._answer()).handles:
             yield message.data.decode(), message.handles[0]
+
+    def _answer(self) -> Message:
+        try:
+            return self._channel.receive(timeout=_SECONDS)
+        except TimeoutError:
+            process = f"the keeper of the store, process {self._channel.peer.pid},"
+            raise TimeoutError(f"{process} has not answered within {_SECONDS:g} s: let it run, or end it") from None
 
     def send(self, state: str, *handles: Fd) -> None:
         """Send a message to the keeper, with at most one descriptor. ``state``: lines such as ``"FDSTORE=1"``. Raises
@@ -311,7 +325,7 @@ class KeeperProcess:
         process has ended.
         """
         self.send("BARRIER=1")
-        self._channel.receive(timeout=_SECONDS)
+        self._answer()
 
     def close(self) -> None:
         """Close the connection. The process still has the descriptors, and waits for the next server."""
@@ -321,8 +335,7 @@ class KeeperProcess:
         """Close the connection, and end the keeper process, which then releases all descriptors. Errors of the
         connection are hidden.
         """
-        # A new connection is used, because the process closes a connection after a message that it refuses. The process
-        # serves one connection at a time, so this object's connection is closed first.
+        # A new connection is used, because the process closes a connection after a message that it refuses.
         self.close()
         with contextlib.suppress(OSError, ValueError), Channel.connect(self._path, timeout=_SECONDS) as channel:
             channel.send(b"END=1", timeout=_SECONDS)
@@ -337,32 +350,53 @@ def keep(path: str) -> None:
     ``path``: path of the socket.
 
     A message has the fields that systemd takes, or ``PASS`` or ``END``. A connection with any other message is closed.
+
+    No connection waits for another. Messages of older connections are handled first, so that the next server gets
+    everything that the last server has sent before it died.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     kept: dict[str, Fd] = {}
+    channels: list[Channel] = []
     with Channel.listen(path) as listener:
         while not listener.closed:
-            with contextlib.suppress(OSError, ValueError, KeyError), listener.accept() as channel:
-                while not listener.closed:
-                    data, handles = channel.receive()
-                    fields = dict(line.split("=", 1) for line in data.decode().split("\n"))
-                    if "FDSTORE" in fields:
-                        (kept[fields["FDNAME"]],) = handles
-                        continue
-                    close_all(handles)
-                    if "FDSTOREREMOVE" in fields:
-                        # The name may be unknown: a commit that the death of a server cut off has no text.
-                        kept.pop(fields["FDNAME"], None)
-                        continue
-                    for name, fd in kept.items() if "PASS" in fields else ():
-                        channel.send(name.encode(), [fd], timeout=_SECONDS)
-                    # The listener closes before the answer, so that the next server cannot connect to this process any
-                    # more.
-                    if "END" in fields:
-                        listener.close()
-                        close_all(kept.values())
-                    channel.send(b"", timeout=_SECONDS)
+            poll = select.poll()
+            for one in (*channels, listener):
+                poll.register(one.fileno(), select.POLLIN)
+            ready = dict(poll.poll())
+            channel = next((one for one in channels if one.fileno() in ready), None)
+            if channel is None:
+                with contextlib.suppress(OSError):
+                    channels.append(listener.accept(timeout=0))
+                continue
+            try:
+                _answer(channel, kept, listener)
+            except (OSError, ValueError, KeyError):
+                channels.remove(channel)
+                channel.close()
+
+
+def _answer(channel: Channel, kept: dict[str, Fd], listener: Listener) -> None:
+    """Receive one message from ``channel``, and change ``kept``, the descriptors by name. Raises OSError, ValueError or
+    KeyError if the other end has ended, does not read, or sends a message of another form.
+    """
+    data, handles = channel.receive(timeout=_SECONDS)
+    fields = dict(line.split("=", 1) for line in data.decode().split("\n"))
+    if "FDSTORE" in fields:
+        (kept[fields["FDNAME"]],) = handles
+        return
+    close_all(handles)
+    if "FDSTOREREMOVE" in fields:
+        # The name may be unknown: a commit that the death of a server cut off has no text.
+        kept.pop(fields["FDNAME"], None)
+        return
+    for name, fd in kept.items() if "PASS" in fields else ():
+        channel.send(name.encode(), [fd], timeout=_SECONDS)
+    # The listener closes before the answer, so that the next server cannot connect to this process any more.
+    if "END" in fields:
+        listener.close()
+        close_all(kept.values())
+    channel.send(b"", timeout=_SECONDS)
 
 
 if __name__ == "__main__":

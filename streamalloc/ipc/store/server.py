@@ -107,7 +107,8 @@ class StoreServer(Closes):
     TypeError, ValueError
         The name, a device or the limit is not allowed, or ``evict`` is True without a limit.
     OSError
-        The socket or its folder cannot be made. With ``keep``: no keeper could be started.
+        The socket or its folder cannot be made. With ``keep``: no keeper could be started, or the
+        keeper does not answer within 30 s.
     ProtocolError
         With ``keep``: a kept commit cannot be read.
     """

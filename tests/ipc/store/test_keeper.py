@@ -19,6 +19,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
+from streamalloc.cli.main import main
+from streamalloc.ipc.store import keeper as keepers
 from streamalloc.ipc.store.keeper import Keeper, KeeperProcess, Kept, Systemd
 from streamalloc.ipc.store.protocol import socket_path
 from streamalloc.ipc.transport.channel import read_file, sealed_file
@@ -487,6 +489,28 @@ def test_messages_of_another_form(keeper: KeeperProcess, tmp_path: Path) -> None
             with fd:
                 assert name == "a" and os.path.sameopenfile(fd.fileno(), read.fileno()), state
     keeper.close()
+
+
+def test_a_silent_connection_holds_nobody_back(keeper: KeeperProcess, tmp_path: Path) -> None:
+    """The next server gets all that the last server has sent."""
+    with ipc.Channel.connect(tmp_path / "keeper"), sealed_file(b"one") as fd:
+        for number in range(40):
+            keeper.send(f"FDSTORE=1\nFDNAME={number}", fd)
+        keeper.send("FDSTOREREMOVE=1\nFDNAME=7")
+        keeper.close()
+        following = KeeperProcess(tmp_path / "keeper")
+        names = [name for name, file in following.passed() if read_file(file) == b"one"]
+        assert names == [str(number) for number in range(40) if number != 7]
+        following.close()
+
+
+def test_a_keeper_that_does_not_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = socket_path(name).with_suffix(".keeper")
+    monkeypatch.setattr(keepers, "_SECONDS", 0.05)
+    with ipc.Channel.listen(path):
+        with pytest.raises(TimeoutError, match=f"keeper of the store, process {os.getpid()}, has not answered"):
+            ipc.StoreServer(name, keep=True)
+        assert main(["serve", name, "--keep"]) == 2
 
 
 def test_a_keeper_that_refuses_a_message_ends(keeper: KeeperProcess, tmp_path: Path) -> None:
