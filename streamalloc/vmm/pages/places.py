@@ -212,19 +212,17 @@ class Places(MappedBytes):
         Each run of adjacent places needs one ``cuMemUnmap``, a ``cuMemMap`` for each page, and one ``cuMemSetAccess``.
         If an error cannot be undone, the next call undoes it, and no page is lost.
         """
-        zero, drop = self.physical.zero, self.physical.drop
-        before = [page for page in (self.backing[place] for place in pages) if page is not None]
+        zero = self.physical.zero
+        before = {place: self.backing[place] for place in pages}
         begun: set[int] = set()
-        done: set[int] = set()
         try:
             self._put(pages, begun)
-            with self.physical.lock:
+            with self.physical.lock, undoing(self.as_now(pages)):
                 for place, page in pages.items():
                     if self.backing[place] is not None:
                         self._unkeep(place)
                         self._unwatch(place)
                     self.backing[place] = None if page is zero else page
-                    done.add(place)
                 if parking is None:
                     self.commit([*pages, *ready])
                 else:
@@ -235,9 +233,35 @@ class Places(MappedBytes):
                 self.repair()
             except Exception as later:
                 attach(first, later)
-            drop([page for place, page in pages.items() if page is not zero and place not in done])
             raise
-        drop(before)
+        finally:
+            # Of the old and the new page of a place, the place holds one.
+            both = [(place, page) for some in (before, pages) for place, page in some.items() if page is not zero]
+            self.physical.drop([page for place, page in both if page and page is not self.backing[place]])
+
+    def as_now(self, places: Collection[int]) -> Callable[[], None]:
+        """Return a function that sets the records of ``places`` back to what they are now."""
+        kept = self.physical.kept
+        records = {place: (self.backing[place], self.numbers[place], self.parked.get(place)) for place in places}
+        unused = {
+            page: (self, place) for place, (page, *_) in records.items() if page and kept.get(page) == (self, place)
+        }
+
+        def put_back() -> None:
+            with self.physical.lock:
+                for place, (page, number, parking) in records.items():
+                    self._unwatch(place)
+                    self.backing[place] = page
+                    self.numbers[place] = number
+                    self.parked.pop(place, None)
+                    if parking is not None:
+                        self.parked[place] = parking
+                    elif page is not None and number >= 0:
+                        self._watch(page, place)
+                kept.update(unused)
+            self.notify([place for _, place in unused.values()], released=True)
+
+        return put_back
 
     def repair(self) -> None:
         """Map the page in :attr:`backing`, or the page of zeros, at each :attr:`broken` place. Raises CudaError."""
@@ -298,9 +322,9 @@ class Places(MappedBytes):
 
     def commit(self, places: Collection[int]) -> None:
         """Record that ``places`` are committed with the pages that they hold. A place without a page becomes an
-        uncommitted place.
+        uncommitted place. If a signal handler raises, no place changes.
         """
-        with self.physical.lock:
+        with self.physical.lock, undoing(self.as_now(places)):
             self.notify(places, released=False)
             for place in places:
                 page = self.backing[place]
@@ -868,14 +892,7 @@ class PhysicalPages(Claimable):
         """Create ``count`` pages with one user each (``cuMemCreate``). After an error, the pages that were created
         before it become spare. Raises OutOfMemoryError if the limit, the budget or the device's memory is exhausted.
         """
-        with self.lock:
-            self._check_limit(count)
-            numbers = self._numbers[: -count - 1 : -1]
-            del self._numbers[-count:]
-            numbers += islice(self._fresh, count - len(numbers))
-            # Counted before the creation, so that the budget includes these pages, and other processes see that.
-            self.count += count
-        made: list[Page] = []
+        numbers, made = list[int](), list[Page]()
 
         def undo() -> None:
             self.drop(made)
@@ -883,8 +900,15 @@ class PhysicalPages(Claimable):
             self._tell_budget()
 
         with undoing(undo):
-            budget = self.budget()
-            if budget is not None and not budget.settle(self):
+            with self.lock:
+                self._check_limit(count)
+                reused = self._numbers[: -count - 1 : -1]
+                del self._numbers[-count:]
+                new = [*islice(self._fresh, count - len(reused))]
+                # Other processes see the count before the creation. No signal handler raises between these lines.
+                numbers += reused + new
+                self.count += count
+            if (budget := self.budget()) is not None and not budget.settle(self):
                 raise self._no_room(count, "budget", "others were asked", budget.used, budget.limit)
             for number in numbers:
                 page = Page(self.session, number)

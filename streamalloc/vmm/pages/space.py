@@ -390,9 +390,10 @@ class SwapSpace(SpaceMemory):
         """
         places = self._places
         mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
-        places.commit(mine)
-        for place in mine:
-            del places.stored[place]
+        with undoing(places.as_now(mine)), undoing(lambda: places.stored.update(mine)):
+            places.commit(mine)
+            for place in mine:
+                del places.stored[place]
         if len(mine) < len(kept):  # Others were released meanwhile.
             parking.fence.queueing = 0
             parking.begin()
@@ -433,6 +434,7 @@ class SwapSpace(SpaceMemory):
                 stored.check(indices)
         kept: dict[int, Kept] = {}
         left: dict[int, Page] = {}
+        moved: dict[int, Kept] = {}
 
         def set_aside(parking: Parking, used: contextlib.ExitStack) -> list[int]:
             swapped = self._swapped(chosen)
@@ -444,25 +446,32 @@ class SwapSpace(SpaceMemory):
             places.set_aside(kept, parking)
             return ready
 
-        with contextlib.ExitStack() as used, self._alone(ordered) as parking:
-            with undoing(lambda: self._give_back(left, parking)):
+        try:
+            with (
+                contextlib.ExitStack() as used,
+                self._alone(ordered) as parking,
+                undoing(lambda: self._give_back(left, parking)),
+            ):
                 ready = self._change(chosen, after, lambda: set_aside(parking, used))
                 while ready or left:
                     # The next batch is mapped while the copies of one batch run, which takes equally long.
                     batch = {place: left.pop(place) for place in [*left][:_BATCH]}
                     if batch:
                         places.locked(functools.partial(places.exchange, batch, parking=parking))
-                    arrived, ready = {place: kept[place] for place in (*ready, *batch)}, []
-                    for stored, indices, mine in by_contents(arrived):
-                        with self._named(mine, indices):
-                            stored.load(indices, self._addresses(mine), ordered, ordered.device == self.device)
-            moved = places.locked(lambda: self._forget_stored(kept, parking))
-        try:
+                    self._load({place: kept[place] for place in (*ready, *batch)}, ordered)
+                    ready = []
+                places.locked(lambda: moved.update(self._forget_stored(kept, parking)))
             with undoing(lambda: self._store_again(moved, ordered)):
                 self._physical.notify_watchers()
         finally:
             drop_contents(moved)
         return len(kept)
+
+    def _load(self, arrived: Mapping[int, Kept], stream: Stream) -> None:
+        """Queue the copies of stored contents to their places. Raises OSError, DamagedBackupError, CudaError."""
+        for stored, indices, mine in by_contents(arrived):
+            with self._named(mine, indices):
+                stored.load(indices, self._addresses(mine), stream, stream.device == self.device)
 
     def _store_again(self, moved: dict[int, Kept], stream: Stream) -> None:
         """After an error of a watcher, release the places of ``moved``, whose contents the tier still has, and remove
@@ -536,6 +545,10 @@ class PageSpace(SwapSpace):
 
     Each operation takes an index, a range or an array of indices. It changes all these pages; after an error it has
     changed none. Pages that need no change are skipped. Thread-safe: operations on one space wait for each other.
+
+    If a signal handler raises an exception during an operation, the operation has changed all pages or none. The
+    physical pages that it was taking or returning at this moment may count as in use until the arena is closed, and
+    room of a tier that it was returning may count as used until the tier is closed.
 
     A space that is dropped is unmapped after all queued work of the device, and its pages return to the arena.
     """

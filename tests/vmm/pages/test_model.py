@@ -20,7 +20,7 @@ from streamalloc.driver.bindings import cuda, value_count
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.testing import Gate
 from tests.interrupting import Interrupt, Interrupted, lost_one
-from tests.support import Account, end_what_was_dropped, in_a_thread, in_threads, read, workout
+from tests.support import Account, end_what_was_dropped, every, in_a_thread, in_threads, read, workout
 from tests.vmm.pages.support import page, settled
 from tests.vmm.support import PAGE
 
@@ -398,6 +398,46 @@ def test_interrupts_at_any_point(machine: Any, tmp_path: Path, on_disk: bool) ->
         gc.collect()
         sa.Device(0, driver=account.driver).synchronize()
         assert lost_one(account.left), (nth, account.left)
+
+
+PARTS: dict[str, tuple[list[int], Callable[[vmm.PageSpace], object]]] = {
+    "commit": ([0, 1, 2, 5, 6, 7], lambda space: space.commit([5, 6, 7])),
+    "commit zeros": ([0, 1, 2, 5, 6, 7], lambda space: space.commit([5, 6, 7], zero=True)),
+    "alias": ([0, 1, 2, 5, 6, 7], lambda space: space.alias([5, 6, 7], space, [0, 1, 2])),
+    "release": ([], lambda space: space.release([0, 1, 2], after=())),
+    "swap in": ([0, 1, 2, 9, 10], lambda space: space.swap_in([9, 10])),
+}
+"""Operations on a space with pages 0, 1 and 2 committed, and 9 and 10 swapped out: the pages that are committed
+afterwards, and the call.
+"""
+
+
+@pytest.mark.simulated_only("where a signal may come is the same on any driver")
+@pytest.mark.parametrize("name", PARTS)
+@in_a_thread
+def test_an_interrupted_operation_changes_all_pages_or_none(machine: Any, name: str) -> None:
+    after, act = PARTS[name]
+    for nth in every(3):
+        device, block = sa.Device(0, driver=machine), Interrupt(nth)
+        with vmm.PageArena(device) as arena, arena.space(12 * PAGE) as space, vmm.HostTier(device) as tier:
+            space.commit([0, 1, 2, 9, 10])
+            for index in (0, 1, 2, 9, 10):
+                page(space, index).fill(index + 1)
+            space.swap_out([9, 10], tier)
+            if nth % 2:  # The operation uses pages that are kept.
+                space.prepare([5, 6, 7]).result()
+            space.stream.synchronize()
+            with contextlib.suppress(Interrupted), block:
+                act(space)
+            found = space.committed.tolist()
+            assert found in ([0, 1, 2], after), (nth, block.came, found)
+            if not block.came:
+                assert nth > 20
+                return
+            space.release([5, 6, 7])
+            space.swap_in([9, 10])
+            present = [index for index in (0, 1, 2, 9, 10) if index in found or index > 2]
+            assert [read(page(space, index))[0] for index in present] == [index + 1 for index in present], block.came
 
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
