@@ -51,8 +51,8 @@ _INTERRUPTED = 128 + 2
 
 _EPILOG = """\
 --driver or STREAMALLOC_DRIVER selects the driver; the default is the machine's own. Without a GPU and a selection,
-all commands except profile run on the simulated driver. The first line of the output of tour, info, bench, replay and
-run names the driver.
+all commands except profile run on the simulated driver. The first line of the output of tour, info, bench and replay
+names the driver; that of run does so if nothing was selected.
 """
 
 

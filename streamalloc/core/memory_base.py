@@ -19,6 +19,7 @@ from streamalloc.core.session import Session
 from streamalloc.core.stream import LEGACY, Stream, StreamLike
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row, Shown, mib, place
+from streamalloc.formats.sizes import size_text
 
 kinds: set[type] = set()
 """All memory classes. A look-up of a type in this set is five times faster than ``isinstance``."""
@@ -175,7 +176,7 @@ class MemoryBase(Shareable, Shown, abc.ABC):
             raise ClosedError(f"{named!r}, the stream of {self!r}, was closed: name another stream") from None
 
     def _about(self) -> Iterator[Row]:
-        yield "size", mib(self.nbytes)
+        yield "size", mib(self.nbytes) if self.nbytes >= 1 << 20 else size_text(self.nbytes)
         yield "address", f"{self._at:#x}"
         yield "memory of", place(self.location)
         yield "stream", self.stream

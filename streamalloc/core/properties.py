@@ -133,7 +133,11 @@ def checked_size(name: str, value: object) -> int:
             value = size_in(value)
         except ValueError as error:
             raise ValueError(f"{name}={error}") from None
-    return checked_number(name, value)
+    try:
+        return checked_number(name, value)
+    except TypeError:
+        wanted = "an integer or text such as '2MiB'"
+        raise TypeError(f"{name} must be {wanted}, not {type(value).__name__} ({value!r})") from None
 
 
 def checked_seconds(name: str, value: Any) -> float:

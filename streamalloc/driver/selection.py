@@ -267,6 +267,7 @@ def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
         return kind, {}
     if kind != "simulated":
         raise ValueError(f"{given_as}={text!r}: allowed are cuda, simulated, and {_FORMS}")
+    known = f"allowed are {_FORMS}, with settings {', '.join(_SETTINGS)}"
     chosen: dict[str, Any] = {}
     for setting in settings.split(",") if settings else ():
         name, equals, value = setting.partition("=")
@@ -274,11 +275,10 @@ def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
             name, value = "devices", setting
         try:
             chosen[name] = _SETTINGS[name](value)
-            if chosen.get("devices", 1) < 1:
-                raise ValueError
         except (KeyError, ValueError):
-            known = f"allowed are {_FORMS}, with settings {', '.join(_SETTINGS)}"
             raise ValueError(f"{given_as}={text!r}: {setting!r} is no setting; {known}") from None
+        if chosen.get("devices", 1) < 1:
+            raise ValueError(f"{given_as}={text!r}: {setting!r} is out of range; {known}")
     return kind, chosen
 
 

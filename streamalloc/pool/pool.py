@@ -689,7 +689,7 @@ def _properties_of(
         if max_size or handle_types:
             raise ValueError("max_size and handle_types are fields of MemPoolProps: set them there")
         return where
-    location = location_of("where", where, "a Device, MemLocation or MemPoolProps")
+    location = location_of("where", where, "a Device, its ordinal, a MemLocation or MemPoolProps")
     return MemPoolProps(location=location, max_size=_limit_of(location, max_size, session), handle_types=handle_types)
 
 

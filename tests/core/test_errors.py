@@ -120,7 +120,7 @@ WAYS_OUT: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "a pickled buffer": (lambda pool, stream: pickle.dumps(pool.allocate(64, stream)), "ipc.share .*copy_to copies"),
     "an array as a size": (
         lambda pool, stream: pool.allocate(np.array([64]), stream),
-        r"^nbytes must be an integer, not ndarray",
+        r"^nbytes must be an integer or text such as '2MiB', not ndarray",
     ),
     "a double as a pattern": (
         lambda pool, stream: pool.allocate(64, stream).fill(np.float64(1)),

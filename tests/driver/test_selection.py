@@ -70,6 +70,7 @@ def test_settings(environment: Callable[[str], None], text: str, expected: dict[
     [
         ("gpu", "'gpu'.*cuda, simulated"),
         ("virtual:4", "'virtual:4'.*cuda, simulated"),
+        ("simulated:devices=0", "'devices=0' is out of range; .*at least 1"),
         ("simulated:many", "'many' is no setting.*devices"),
         ("simulated:colour=red", "'colour=red' is no setting.*patience"),
         ("simulated:seed=x", "'seed=x'"),

@@ -99,6 +99,7 @@ OBJECTS: dict[str, tuple[Made, list[str]]] = {
         ["AddressRange", "32.0 MiB at 0x", "6.0 MiB, 3 holes", "GPU 1 reads", "GPU 0 reads and writes, GPU 1 reads"],
     ),
     "mapping": (lambda *of: _range(*of).mappings[0], ["Mapping", "4.0 MiB"]),
+    "a small view": (lambda *of: _range(*of).mappings[0][:4096], ["4 KiB", "GPU 0"]),
     "growable": (
         lambda stack, device, _: stack.enter_context(vmm.GrowableBuffer(device, 64 * MiB, 6 * MiB)),
         ["GrowableBuffer", "6.0 MiB of 64.0 MiB", "GPU 0 reads and writes", "chunks 1"],
