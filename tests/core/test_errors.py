@@ -122,6 +122,10 @@ WAYS_OUT: dict[str, tuple[Callable[[Any, Any], object], str]] = {
         lambda pool, stream: pool.allocate(np.array([64]), stream),
         r"^nbytes must be an integer or text such as '2MiB', not ndarray",
     ),
+    "a pool of no device": (
+        lambda pool, stream: sa.MemoryPool(None),  # type: ignore[arg-type]
+        "^where must be a Device, its ordinal, a MemLocation or MemPoolProps, not NoneType",
+    ),
     "a double as a pattern": (
         lambda pool, stream: pool.allocate(64, stream).fill(np.float64(1)),
         r"^value=.* has 8 bytes: a pattern has 1, 2 or 4 bytes",
