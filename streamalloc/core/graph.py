@@ -380,7 +380,9 @@ class GraphMemory:
 
     @property
     def used(self) -> int:
-        """Bytes in use by graphs (``cuDeviceGetGraphMemAttribute``)."""
+        """Bytes in use by graphs (``cuDeviceGetGraphMemAttribute``). Memory counts from the first launch that uses it
+        until :meth:`trim` releases it, also after its free.
+        """
         return self._get("USED_MEM_CURRENT")
 
     @property
