@@ -432,8 +432,9 @@ def copy_batch(
     The copies run after earlier work of the stream. Their order among each other is not defined, so no target may
     overlap a source or another target.
 
-    Two kinds of copies are calls of their own, without options (``cuMemcpyAsync``): to pageable host memory, which is
-    written when the call returns, and from pageable host memory to other host memory, which is read then.
+    A copy with a side in pageable host memory is a call of its own, after the batch and without options
+    (``cuMemcpyAsync``). When it returns, a pageable target is written, and a pageable source is read. If the driver
+    refuses one of these calls, earlier copies have been queued.
 
     Parameters
     ----------
@@ -478,13 +479,12 @@ def copy_batch(
     batch: list[tuple[tuple[CopySide, CopySide], Any]] = []
     alone: list[tuple[CopySide, CopySide]] = []
     for pair, option in zip(pairs, wanted, strict=True):
-        target, source = pair
-        if target.is_pageable(session) or (target.ordinal is None and source.is_pageable(session)):
-            # A batch returns before the driver has written such a target, or has read such a source for a target in
-            # host memory. A program that drops the array then would have other memory written or copied. A copy of its
-            # own returns afterwards.
+        if any(side.is_pageable(session) for side in pair):
+            # A batch may return before the driver has written such a target or read such a source, also in the order
+            # "during_api_call" (observed on H200). If the program then drops the array, other memory is written or
+            # copied.
             alone.append(pair)
-        elif target.nbytes:
+        elif pair[0].nbytes:
             batch.append((pair, attributes[option]))
     if batch:
         _queue_pairs(ordered, batch)

@@ -48,6 +48,17 @@ def test_one_call_in_stream_order(traced: Any, device: sa.Device, stream: sa.Str
     assert names(traced, "cuMemcpyAsync") == []
 
 
+def test_pageable_memory_is_no_part_of_the_batch(traced: Any, stream: sa.Stream, buffers: list[sa.Buffer]) -> None:
+    source, target = buffers
+    source.fill(3)
+    array = np.full(32, 4, np.uint8)
+    traced.calls.clear()
+    copy_batch(stream, [source[:16], array], [target[:16], target[16:48]], options=ORDERS[1])
+    (call,) = [call for call in traced.calls if call.name == "cuMemcpyBatchAsync"]
+    assert call.args[2] == [16] and len(names(traced, "cuMemcpyAsync")) == 1
+    assert read(target[:48]).tolist() == [3] * 16 + [4] * 32
+
+
 def test_others_memory_is_waited_for(stream: sa.Stream, buffers: list[sa.Buffer], gate: Any, other: sa.Stream) -> None:
     source, target = buffers
     stream.synchronize()
