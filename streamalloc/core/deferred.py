@@ -76,10 +76,12 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from itertools import compress
 from typing import Any, TypeVar
 
 from streamalloc.core.errors import CudaError, error_from, is_gone
@@ -387,22 +389,21 @@ class DeferredQueue:
             return True
 
 
-def unless_busy(act: Callable[[], T], otherwise: T, lock: Lock | RLock, *more: Lock | RLock) -> T:
-    """Call ``act`` while this thread holds ``lock`` and the locks in ``more``, and return the result of ``act``. If
-    another thread holds one of these locks, return ``otherwise`` at once. For finalisers, which must not wait for a
-    lock.
+_acquire_now, _release = operator.methodcaller("acquire", False), operator.methodcaller("release")
+
+
+def unless_busy(act: Callable[[], T], otherwise: T, *locks: Lock | RLock) -> T:
+    """Call ``act`` while this thread holds ``locks``, and return the result of ``act``. If another thread holds one of
+    these locks, return ``otherwise`` at once. For finalisers, which must not wait for a lock.
     """
     free: list[bool] = []
     try:
-        # ``+=`` with ``map`` stores the result in the same bytecode instruction that acquires the lock: a signal
-        # handler cannot raise in between and leave the lock held.
-        free += map(lock.acquire, (False,))
-        if free == [False]:
-            return otherwise
-        return unless_busy(act, otherwise, *more) if more else act()
+        # One bytecode instruction acquires all locks and stores the results, and one call releases them: a signal
+        # handler cannot raise in between and leave a lock held.
+        free += map(_acquire_now, locks)
+        return act() if all(free) else otherwise
     finally:
-        if free == [True]:
-            lock.release()
+        any(map(_release, compress(locks, free)))
 
 
 # Queues with items. Perhaps nothing else refers to such a queue. If the queue were dropped, the releases that wait in

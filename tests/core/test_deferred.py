@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from streamalloc.core import deferred
 from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.errors import CudaError, DeviceLostError
+from streamalloc.driver.internal import Lock
 from tests.interleaving import interleaved
 from tests.interrupting import since_3_11
 from tests.support import each_raises, in_threads
@@ -320,3 +321,13 @@ class TestMany:
             assert later.work(8) == 0
         assert later.work(8) == 100  # the first that ends costs the others nothing
         assert set(ended) == set(made)
+
+
+def test_any_number_of_locks_is_taken_or_none() -> None:
+    """There is a lock for each stream of the process."""
+    locks = [Lock() for _ in range(3000)]
+    assert deferred.unless_busy(lambda: all(lock.locked() for lock in locks), False, *locks)
+    with locks[7]:
+        assert deferred.unless_busy(lambda: 1, 2, *locks) == 2
+        assert [at for at, lock in enumerate(locks) if lock.locked()] == [7]
+    assert not any(lock.locked() for lock in locks)
