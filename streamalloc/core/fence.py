@@ -176,6 +176,11 @@ class Fence:
             with contextlib.suppress(CudaError):
                 self._recorded()
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether an event stands for each stream, so that what later happens to the stream does not matter."""
+        return all(isinstance(end, Event) for end in self._ends)
+
     def done(self) -> bool:
         """Return whether the work is done, without waiting. If the work is done, the host has also synchronised with
         it, so that pools can reuse the memory of the frees in it. Raises CudaError if the driver refuses a call.
@@ -296,8 +301,10 @@ class KeptForWork(Deferred):
             fence.queueing = 0
             if not stream.is_default:  # A record after the legacy stream takes a new stream. No default stream ends.
                 fence.record()
-        for one in before:
-            self._fences.pop(one, None)
+        # Without an event, the new fence ends with a stream that its library destroys, perhaps before the work does.
+        if fence.is_recorded or stream.is_default:
+            for one in before:
+                self._fences.pop(one, None)
         if len(self._fences) > _MOST_KEPT:
             with contextlib.suppress(CudaError):  # The work was queued: an error here would deny that.
                 self._forget_completed()

@@ -199,9 +199,11 @@ class Graph(Closes):
             return contextlib.nullcontext()
         with self._in_use:
             if self._launches is None:
-                self._launches = above.kept_for_work(self.kept)
-                # The queue keeps the item. A finaliser that submits it could be interrupted by a signal handler.
-                deferred_queue(self._session).end_with(self, self._launches)
+                item = above.kept_for_work(self.kept)
+                # The queue keeps the item. A finaliser that submits it could be interrupted by a signal handler. The
+                # item is stored after that: a signal handler that raises in between must not leave it without a queue.
+                deferred_queue(self._session).end_with(self, item)
+                self._launches = item
         launching: contextlib.AbstractContextManager[None] = self._launches.queueing(stream)
         return launching
 

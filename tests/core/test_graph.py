@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 import streamalloc as sa
+from streamalloc.core.deferred import DeferredQueue
 from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
 from tests.support import GROWTH, MiB, captured, each_raises, holds, in_threads, names
@@ -86,21 +86,32 @@ class TestNodes:
         other.synchronize()
 
 
-@pytest.mark.parametrize("closed", [False, True])
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("case", ["dropped", "closed", "interrupted"])
 def test_a_launch_keeps_the_arrays_of_a_dropped_graph(
-    stream: sa.Stream, other: sa.Stream, kept: sa.Buffer, gate: Any, closed: bool
+    device: sa.Device, stream: sa.Stream, other: sa.Stream, kept: sa.Buffer, gate: Any, case: str
 ) -> None:
-    target = np.zeros(64, np.uint8)
+    # A launch that copies to pageable memory waits for the copy on a real device, where the gate would stay closed.
+    hosts = sa.MemoryPool(sa.MemLocation.host(), driver=device.driver)
+    hosts.set_access(device, sa.MemAccess.READWRITE)
+    target = hosts.allocate(64, stream).as_array()
     alive = weakref.ref(target)
     with stream.capture() as graph:
         kept.copy_to(target)
+    if case == "interrupted":  # A signal handler raises in the first launch.
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(DeferredQueue, "end_with", interrupted)
+            graph.launch(stream)
     graph.launch(stream)
     graph.launch(other)
     for one in (stream, other):
         one.synchronize()
     gate.hold(other)
     graph.launch(other)
-    if closed:
+    if case == "closed":
         graph.close()
     del graph, target
     gc.collect()
@@ -109,6 +120,7 @@ def test_a_launch_keeps_the_arrays_of_a_dropped_graph(
     gate.open()
     other.synchronize()
     assert alive() is None
+    hosts.close()
 
 
 def test_a_graph_that_uses_its_own_memory_is_dropped(stream: sa.Stream, pool: sa.MemoryPool, kept: sa.Buffer) -> None:
