@@ -225,7 +225,7 @@ class Lease(SharedState):
         if not reached(words.ready.value, last):
             if announcer.direct and not announcer.capturable:
                 # The stream waits for an event and not for ``ready``, because importers can write to ``ready``.
-                stream.wait(announcer)
+                without_items(announcer, functools.partial(stream.wait, announcer))
             else:
                 # Other code may begin to capture ``announcer`` at any time, also right after it was asked, and an event
                 # would then make ``stream`` a part of that capture.

@@ -394,7 +394,8 @@ def test_no_event_of_a_stream_that_other_code_may_capture(direct: bool, capturab
     waited: list[object] = []
     lease: Any = SimpleNamespace(words=SimpleNamespace(ready=SimpleNamespace(value=0)))
     lease.block = SimpleNamespace(wait=lambda stream, word, value: waited.append(value))
-    stream: Any = SimpleNamespace(wait=waited.append)
-    announcer: Any = SimpleNamespace(direct=direct or None, capturable=capturable)
+    stream: Any = SimpleNamespace(wait=lambda one: waited.append((one, len(one._attempting))))
+    announcer: Any = SimpleNamespace(direct=direct or None, capturable=capturable, _attempting=[])
     Lease._follow(lease, stream, announcer, 1)
-    assert waited == [announcer if direct and not capturable else 1]
+    # A record on the announcer attempts no items: they could wait for a thread that waits for the lease's lock.
+    assert waited == [(announcer, 1) if direct and not capturable else 1]
