@@ -217,7 +217,7 @@ class Places(MappedBytes):
         begun: set[int] = set()
         try:
             self._put(pages, begun)
-            with self.physical.lock, undoing(self.as_now(pages)):
+            with self.physical.lock, undoing(self.as_now([*pages, *ready])):
                 for place, page in pages.items():
                     if self.backing[place] is not None:
                         self._unkeep(place)
@@ -251,13 +251,13 @@ class Places(MappedBytes):
             with self.physical.lock:
                 for place, (page, number, parking) in records.items():
                     self._unwatch(place)
-                    self.backing[place] = page
-                    self.numbers[place] = number
                     self.parked.pop(place, None)
                     if parking is not None:
                         self.parked[place] = parking
                     elif page is not None and number >= 0:
                         self._watch(page, place)
+                    self.backing[place] = page
+                    self.numbers[place] = number
                 kept.update(unused)
             self.notify([place for _, place in unused.values()], released=True)
 
