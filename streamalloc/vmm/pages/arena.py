@@ -297,17 +297,17 @@ class PageTable(Closes):
         ClosedError
             The table, the space or the table's stream was closed.
         CaptureError
-            The table's stream is being captured.
+            Entries have changed, and the table's stream is being captured.
         CudaError
             The driver refused the copy.
         """
         with self._lock:
             entries = self.entries
-            # In a capture, each launch would write these entries again, over those of later updates.
-            self.stream.refuse_capture("cuMemcpyHtoDAsync", "update the table before the launch")
             now = self.space.numbers.astype(self._sent.dtype)
             changed = np.flatnonzero(now != self._sent)
             if changed.size:
+                # In a capture, each launch would write these entries again, over those of later updates.
+                self.stream.refuse_capture("cuMemcpyHtoDAsync", "update the table before the launch")
                 span = slice(int(changed[0]), int(changed[-1]) + 1)
                 entries[span].copy_from(now[span], self.stream)
                 self._sent = now
