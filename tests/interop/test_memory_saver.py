@@ -344,7 +344,8 @@ class TestMemory:
         del later, graphs, graph
         gc.collect()
         with saver.cuda_graph(cuda.CUDAGraph()):
-            pass
+            later = torch.make(N)
+            later.fill_(3)
         assert len(saver._bridges) == 1  # The pool without graphs has ended.
 
     def test_a_margin(self, torch: Library, saver: TorchMemorySaver, device: sa.Device) -> None:
