@@ -94,7 +94,7 @@ def interrupted(*_: object) -> None:
 def test_a_launch_keeps_the_arrays_of_a_dropped_graph(
     device: sa.Device, stream: sa.Stream, other: sa.Stream, kept: sa.Buffer, gate: Any, case: str
 ) -> None:
-    # A launch that copies to pageable memory waits for the copy on a real device, where the gate would stay closed.
+    # A launch would wait for a copy to pageable memory, and the gate would stay closed.
     hosts = sa.MemoryPool(sa.MemLocation.host(), driver=device.driver)
     hosts.set_access(device, sa.MemAccess.READWRITE)
     target = hosts.allocate(64, stream).as_array()

@@ -182,6 +182,25 @@ def test_host_memory_is_used_at_execution_where_a_device_may_use_it(memory: Memo
         assert writing_waits(memory, pointer) != late
 
 
+@pytest.mark.parametrize("kind", ["pageable", "pinned"])
+def test_a_launch_waits_for_copies_to_pageable_memory(memory: Memory, kind: str) -> None:
+    rig, raw, stream = memory.rig, memory.raw, memory.stream
+    target = memory.pageable.ctypes.data if kind == "pageable" else int(memory.pinned)
+    ctypes.memset(target, 1, 4096)
+    value(raw.cuMemsetD8Async(memory.five, 5, 4096, stream))
+    rig.begin_capture(stream)
+    value(raw.cuMemcpyDtoHAsync(target, memory.five, 4096, stream))
+    graph = rig.instantiate(value(rig.end_capture(stream)))
+    for _ in range(2):
+        gate = rig.gate()
+        gate.hold(stream)
+        with gate.opening_after(0.03 if kind == "pageable" else 60):
+            value(raw.cuGraphLaunch(graph, stream))
+            assert gate.is_open == (kind == "pageable")
+        value(raw.cuStreamSynchronize(stream))
+        assert ctypes.string_at(target, 4096) == b"\5" * 4096
+
+
 @pytest.mark.parametrize("target", ["pinned", "granted", "pageable", "host pool"])
 def test_copies_from_host_to_host(memory: Memory, target: str) -> None:
     """Memory of a host's pool counts as that of a device that may use it, and as pageable if none may."""
