@@ -105,7 +105,7 @@ class World:
         later = "drop, on another thread's per-thread default stream; at a point of work after that"
         yield later, self.device.synchronize
         yield "a miss of the cache", lambda: self.cache.allocate(MiB, self.stream)
-        yield "the cache's free blocks, if there is no memory", self.without_memory
+        yield "return the cache's free blocks when memory runs out", self.without_memory
         self.buffers.clear()
         self.cache.allocate(20 * MiB, self.stream).free()
         yield "allocate again, after memory was released", lambda: self.small.allocate(50 * MiB, self.stream)
