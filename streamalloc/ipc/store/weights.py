@@ -204,6 +204,8 @@ class Weights(Tensors, Closes):
         Size of the memory in bytes.
     """
 
+    _inner = ("open",)
+
     def __init__(self, opened: OpenEpoch, range: AddressRange, device: Device, stream: StreamLike | None) -> None:
         self.key: str = opened.key
         self.device: Device = device
@@ -228,8 +230,9 @@ class Weights(Tensors, Closes):
     def open(
         cls, opened: OpenEpoch, device: Device | None, at: int | bool | None, stream: StreamLike | None
     ) -> Weights:
-        """Map the memory of ``opened`` for reading by ``device``: at the writer's addresses, or at the address that
-        ``at`` requires. Parameters and errors as for :meth:`Store.open`. After an error the epoch is closed.
+        """Map the memory of ``opened`` for reading by ``device`` (``cuMemMap``): at the writer's addresses, or at the
+        address that ``at`` requires. Errors as for :meth:`Store.open`, which calls this method. After an error the
+        epoch is closed.
         """
         with undoing(opened.close):
             range = _reserved(opened, at)
@@ -327,8 +330,8 @@ class Weights(Tensors, Closes):
         Idempotent.
 
         The addresses stay reserved, and this process keeps the epoch. :meth:`attach` maps the memory again. Until then,
-        uses of the views raise :class:`ClosedError`. Raises ClosedError if the weights were closed, CaptureError if a
-        stream of ``after`` is being captured, and CudaError if the driver refuses.
+        uses of the views raise :class:`ClosedError`. Raises ClosedError if the weights were closed, and the errors of
+        :meth:`AddressRange.unmap` for ``after`` and the driver.
         """
         self._check_open()
         self.range.unmap(after=after)

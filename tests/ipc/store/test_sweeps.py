@@ -84,7 +84,6 @@ STORE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "list": lambda world, one: (one.list(), None)[1],
     "load": lambda world, one: None,  # by itself
     "open": lambda world, one: one.open("key"),
-    "Weights.open": lambda world, one: None,  # by Store.open
     "remove": lambda world, one: None,  # makes no driver calls
     "serve": lambda world, one: None,
     "statistics": lambda world, one: (one.statistics(), None)[1],
