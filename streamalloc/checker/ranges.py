@@ -295,7 +295,7 @@ class AddressMap(RangeMap[Range]):
             if old.ended is None:
                 continue
             made.previous += (old,)
-            # Only one earlier range at an address is kept, because a report names only one.
+            # A report names only one earlier range. Without this line the chain would grow without end.
             old.previous = ()
             for low, high in ((old.base, made.base), (made.end, old.end)):
                 if low < high:

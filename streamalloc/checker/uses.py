@@ -566,5 +566,5 @@ def _is_there(state: State, address: int, what: str) -> bool:
         return True
     if what.startswith((_KERNEL, "cuLaunch", "cuMemset")):
         return False
-    # Host memory may have got the addresses of freed memory. Addresses that the driver keeps reserved are not readable.
+    # Host memory may be mapped at addresses of freed memory. Addresses that the driver keeps reserved are not readable.
     return any(rights[0] == "r" for rights in rights_of_process(address, address + 1))

@@ -420,8 +420,8 @@ class Recorder:
 
     @_notification()
     def released(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that mapped memory was released, so that nothing may write it. ``released=False``: the memory is used
-        again.
+        """Record that the program no longer writes to mapped memory. With ``released`` False, record that it uses this
+        memory again.
         """
         uses.release_mapped(self.state, address, nbytes, released)
 

@@ -94,7 +94,7 @@ class Tap:
             watcher.asked(owner, nbytes)
         try:
             result, ptr = answer = self._alloc(nbytes, pool, stream)
-        except CudaError:  # From an allocator without a pool: it returns no result code.
+        except CudaError:  # An allocator without a pool raises, and returns no result code.
             for watcher in watchers:
                 watcher.allocation_failed(owner, nbytes, stream)
             raise

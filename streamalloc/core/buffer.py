@@ -636,9 +636,10 @@ PoolBuffer.__name__ = PoolBuffer.__qualname__ = "Buffer"
 
 
 class GraphBuffer(Buffer):
-    """Memory that was allocated while its stream was being captured. The graph owns this memory.
+    """Memory that a launch of a graph allocates. The graph owns this memory.
 
-    :meth:`MemoryPool.allocate` returns it if the stream is being captured; :class:`Graph` shows a capture.
+    :meth:`MemoryPool.allocate` returns it if the stream is being captured (:class:`Graph` shows a capture), and
+    :meth:`add_to` adds it to a graph.
 
     The memory exists from a launch of the graph until its free, which is a node of the graph or a :meth:`free` after
     the launch. If the object is dropped, nothing is freed.

@@ -75,7 +75,7 @@ class Device:
     @staticmethod
     def count(driver: Driver | None = None) -> int:
         """Return the number of devices of ``driver``, by default the default driver (``cuDeviceGetCount``). Raises
-        DriverNotFoundError as the constructor does.
+        DriverNotFoundError if no driver was named and this machine has none.
         """
         return int(session_for(None, driver).call("cuDeviceGetCount"))
 

@@ -32,11 +32,12 @@ class CudaError(RuntimeError):
     Attributes
     ----------
     name
-        Name of the driver's error, such as ``"CUDA_ERROR_INVALID_VALUE"``.
+        Name of the driver's error, such as ``"CUDA_ERROR_INVALID_VALUE"``. If this package refused the call: name of
+        the error that the driver would return.
     code
-        Number of the driver's error.
+        Number of this error.
     call
-        Name of the driver function, or of something that the driver or the bindings do not have, such as an attribute.
+        Name of the driver function, or of an attribute or member that the driver or the bindings lack.
     hint
         The usual cause and its remedy, or the empty string.
     """
@@ -261,8 +262,8 @@ class StaleDescriptorError(ValueError):
 
 
 class PendingFreesWarning(RuntimeWarning):
-    """A trim left more memory reserved than expected: frees were still pending, or allocations in use are scattered
-    over the pool's memory. If frees were pending, synchronise their streams, and trim again.
+    """A trim left more memory reserved than ``keep`` and the used bytes need: frees were still pending, or allocations
+    in use are scattered over the pool's memory. If frees were pending, synchronise their streams, and trim again.
 
     :meth:`MemoryPool.trim` and :meth:`CachingAllocator.trim` issue this warning.
     """

@@ -543,7 +543,7 @@ class TypedView(BufferView, Generic[ScalarT]):
     ) -> None:
         """Copy all elements to ``target``, which must have the same element type and shape (:meth:`Memory.copy_to`).
 
-        Memory without an element type counts as bytes.
+        Memory without an element type counts as bytes. Further errors are those of :meth:`Memory.copy_to`.
 
         Raises
         ------
@@ -551,7 +551,7 @@ class TypedView(BufferView, Generic[ScalarT]):
             The target has another element type: use :meth:`Memory.view_as` of the target, or :attr:`bytes` of this
             memory.
         ValueError
-            The target has another shape. Other errors are those of :meth:`Memory.copy_to`.
+            The target has another shape.
         """
         self._check_form(target, "target")
         super().copy_to(target, stream, options=options)

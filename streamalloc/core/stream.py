@@ -563,7 +563,7 @@ class Stream(Closes, Shown):
         """End the use of the stream, and destroy it if :meth:`Device.create_stream` made it (``cuStreamDestroy``).
 
         Queued work still runs. Buffers allocated on the stream stay valid. Default streams stay open. Idempotent.
-        Raises CaptureError while the stream is being captured.
+        Raises CaptureError while the stream is being captured, and CudaError if the driver refuses.
         """
         # Subclasses override `_close` instead, so that `Stream.close(stream)` works for streams of every kind.
         self._close()

@@ -113,8 +113,8 @@ class Torch:
                 segments[address] = nbytes
                 device_of[address] = entry["device"]
         origins = {address: origin for address, (_, origin) in blocks.items() if not origin.frames}
-        # The entry of a free lacks the frames of its block. They are in the entry of the last allocation at the same
-        # address before the moment.
+        # The entry of a free lacks the frames of its block. They are in the last entry "alloc" of the same address
+        # before ``index``.
         for entry in reversed(self._history[:index]):
             if entry["action"] == "alloc" and (found := origins.pop(entry["addr"], None)) is not None:
                 found.frames = entry.get("frames") or ()

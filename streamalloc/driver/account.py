@@ -94,10 +94,10 @@ class HandleCounts:
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name in _NODES:
-            # Memory of a node is not counted, because each launch allocates it, and the graph may free it. In the
-            # parameters of cuGraphAddNode, `alloc` is a member of a union: it is read only if the node's type is
-            # MEM_ALLOC.
+            # Memory of a node is not counted, because each launch allocates it, and the graph may free it.
             params = args[-1]
+            # In the parameters of cuGraphAddNode, `alloc` is a member of a union: it is read only if the node's type is
+            # MEM_ALLOC.
             if name != "cuGraphAddMemAllocNode":
                 params = params.alloc if getattr(params.type, "name", "").endswith("_MEM_ALLOC") else None
             if params is not None:

@@ -250,7 +250,7 @@ class MemoryListener(Protocol):
 
 
 class Checked(Driver, Protocol):
-    """Driver that finds missing stream order: the result of :func:`checked`."""
+    """Driver that finds missing stream order, double frees and leaks: the result of :func:`checked`."""
 
     hazards: list[Hazard]
     """All hazards in the order in which they were found, one for each pair of lines of the program. The list may be

@@ -143,7 +143,7 @@ class Shown:
 
     def __rich__(self) -> Any:
         """Return the card as a table of ``rich``, for ``rich.print``."""
-        # rich is imported here, because only rich calls this method.
+        # rich is optional, and only rich calls this method.
         from html import unescape
         from importlib import import_module
 

@@ -122,7 +122,7 @@ class CuMemAllocator:
         return {tag: [(pool, one) for pool in one.pools.values()] for tag, one in self._bridges.items()}
 
     def get_current_usage(self) -> int:
-        """Return the size of all segments in bytes, asleep or not."""
+        """Return the size of all segments of PyTorch in bytes, asleep or not."""
         return sum(data.handle[1] for data in self.pointer_to_data.values())
 
     @contextlib.contextmanager

@@ -666,9 +666,9 @@ def observe(
     nvtx
         True: phases become NVTX ranges, and the allocated bytes become an NVTX counter. Needs the package ``nvtx``.
     log
-        Path of a file to which each allocation, free and failure is written at once, so that the file is complete even
-        if the process is killed. The format is the same as for :meth:`Observer.save_rmm`. A free by a finaliser is
-        written with the next line.
+        Path of a file to which each allocation, free and failure is written at once. A free by a finaliser is written
+        with the next line, and is missing if the process is killed before. The format is the same as for
+        :meth:`Observer.save_rmm`. The start raises OSError if the file cannot be opened.
     driver
         The driver to observe if ``what`` is empty. Default: the process's default driver.
 

@@ -233,7 +233,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     ) -> MemoryPool:
         """Return the current pool of a location, from which allocations without a named pool come
         (``cuDeviceGetMemPool``, ``cuMemGetMemPool``). If the pool has an object in this process, this object is
-        returned. ``where``, ``allocation_type`` and ``driver`` as for :meth:`default`, with the same errors.
+        returned; otherwise a new object, which does not own the pool. ``where``, ``allocation_type`` and ``driver`` as
+        for :meth:`default`, with the same errors.
         """
         return cls._existing("", where, allocation_type, driver)
 

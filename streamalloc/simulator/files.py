@@ -240,7 +240,7 @@ class Usage(SharedWords):
         """
         process, fd, _ = name.split(":")
         if name in self._others:
-            # A forked child of a process that was killed still has the socket.
+            # A forked child may still have the socket of a killed process, so the process itself is checked.
             return self._others[name] if os.path.exists(f"/proc/{process}/fd/{fd}") else None
         own = reach(int(process), int(fd), lambda label: f"streamalloc:{label.kind}:{label.machine}:" == self._prefix)
         return None if own is None else SharedWords(Physical.adopt(own), _BANKS)

@@ -79,7 +79,9 @@ class Gate(Closes):
             self._value.value = self._holds
 
     def close(self) -> None:
-        """Open the gate, synchronise the device, and free the gate's memory (``cuMemFreeHost``). Idempotent."""
+        """Open the gate, synchronise the device, and free the gate's memory (``cuMemFreeHost``). Idempotent. During a
+        capture it raises CaptureError, invalidates the capture, and does not free the memory.
+        """
         if self._flag is None:
             return
         self.open()

@@ -586,7 +586,7 @@ def plain(data: bytes) -> Any:
 
 
 def load(source: str | Path | Mapping[str, Any], device: int | None = None) -> Trace:
-    """Read a trace from a file of :meth:`Trace.save`, a log of RMM, or a snapshot of PyTorch, compressed or not.
+    """Read a trace: a file of :meth:`Trace.save`, a log of RMM or a snapshot of PyTorch, compressed by gzip or not.
 
     :doc:`/docs/guides/traces` says how to record each kind. A log has the columns of RMM's ``LoggingResourceAdaptor``;
     further columns are ignored. A snapshot is a pickle; classes and functions in it are refused. PyTorch records no

@@ -447,8 +447,8 @@ class RangeView(Memory):
 
     @property
     def stream(self) -> Stream:
-        """Default stream of a device: of the first mapping that is in device memory, otherwise the first device with
-        access, otherwise device 0. Raises ClosedError if the bytes are not mapped any more.
+        """Default stream of the device of the first mapping in device memory; without such a mapping, of the first
+        device with access, otherwise of device 0. Raises ClosedError if the bytes are not mapped any more.
         """
         entries = self._entries()
         places = [one.as_object().location for one in entries] + [place for one in entries for place in one.rights]

@@ -906,7 +906,7 @@ class ExpandableCache(CachingAllocator):
         """Return the statistics of the cache's own memory, in bytes. Memory of the pool is not included. The driver is
         not queried, so the call also works on a closed cache.
 
-        ``reserved`` has the bytes of all chunks. ``cached`` has the bytes of chunks that no buffer uses: free blocks
+        ``reserved`` has the bytes of all chunks. ``cached`` has those of these bytes that no buffer uses: free blocks
         and free ranges of all streams, also of closed ones. ``used`` has the bytes of all blocks, in use or free, but
         not those of free ranges. ``misses`` counts the allocations for which there was no free block: their block was
         cut from a free range, got new memory, or came from the pool.

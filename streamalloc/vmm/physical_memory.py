@@ -387,9 +387,9 @@ class PhysicalMemory(GenericAllocation):
             A file descriptor or fabric handle that any process exported (``cuMemExportToShareableHandle``). The object
             gets its own driver handle of the memory (``cuMemImportFromShareableHandle``), which it releases. An
             :class:`Fd` is closed by this call, even if the import fails; a descriptor given as a number stays open. A
-            fabric handle is a :class:`MemFabricHandle`, its bytes, or a ``CUmemFabricHandle``. Or a
-            ``CUmemGenericAllocationHandle`` of this process: it needs an ``owner``, and must not be released before
-            this object is closed, because driver 580 may crash on a released handle.
+            fabric handle is a :class:`MemFabricHandle`, its bytes, or a ``CUmemFabricHandle``. A
+            ``CUmemGenericAllocationHandle`` of this process is also allowed: it needs an ``owner``, and must not be
+            released before this object is closed, because driver 580 may crash on a released handle.
         nbytes
             Size in bytes. It is checked by a mapping at a new address, because the driver only maps whole memory. With
             None, the size is found by such attempts with each multiple of the granularity.
@@ -500,8 +500,8 @@ class PhysicalMemory(GenericAllocation):
 
     @property
     def compressible(self) -> bool:
-        """Whether the memory is compressible; False if compression was requested and not granted. Each read queries the
-        driver (``cuMemGetAllocationPropertiesFromHandle``). Raises ClosedError if the object was closed.
+        """Whether the memory is compressible; False if compression was not requested or not granted. Each read queries
+        the driver (``cuMemGetAllocationPropertiesFromHandle``). Raises ClosedError if the object was closed.
         """
         return self.query().alloc_flags.compression_type == _COMPRESSION
 

@@ -153,7 +153,7 @@ class ArrayMapInfo:
     mipmapped
         Whether ``resource`` is a ``CUmipmappedArray``.
     level, layer
-        Level and layer that are changed.
+        Level and layer that are changed. The level is ignored with ``mip_tail``.
     offsets, extents
         For a part of a level: its first element and its size in elements, each as a tuple (x, y, z).
     mip_tail

@@ -145,7 +145,7 @@ class VirtualBuffer(Evictable, Drawn):
             object, or is held by another :class:`PhysicalMemory`, so that its release here would free nothing. Or a
             signal handler or a hook called this method during another call.
         OutOfMemoryError
-            There is not enough memory for the backup. The buffer is unchanged.
+            There is not enough host memory for the backup. The buffer is unchanged.
         CaptureError
             ``stream``, or a stream of ``after``, is being captured.
         TypeError, ValueError

@@ -281,7 +281,7 @@ def cuModuleGetGlobal(state: State, name: str, args: Arguments, answer: Answer) 
     unloaded.
     """
     if None in answer[1:]:
-        return  # C code may ask for only the address or only the size.
+        return  # C code may ask for only the address or only the size; the other is None.
     there = state.addresses.find(int(answer[1]))
     if there is None or there.ended is not None:
         made = Range(int(answer[1]), int(answer[2]), "module variable", stack=state.place(), deferred=True)

@@ -199,7 +199,7 @@ class Lease(SharedState):
         words = self.words
         last = words.last_announced
         if self._announcer is not stream:
-            if self._announcer is not None:  # If there was none, the slot was quiet: all values were written.
+            if self._announcer is not None:  # Without an announcer no write of a value is pending.
                 self._follow(stream, self._announcer, last)
             self._announcer = stream
         # The value counts as used before the write is queued: if a signal handler raises, no later announcement repeats
@@ -318,7 +318,8 @@ class Lease(SharedState):
             return True
         for importer in using:
             theirs = self.block.importer_words(self.slot, importer)
-            # ``opened`` cannot be used here, because it rises briefly while an importer refuses a stale descriptor.
+            # Not ``opened``: it rises briefly while an importer refuses a stale descriptor, and ``closed`` would not
+            # reach that value.
             without_items(stream, functools.partial(self.block.wait_closed, stream, theirs, theirs.closing.value))
         return True
 

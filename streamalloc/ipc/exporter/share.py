@@ -295,7 +295,7 @@ def send(
     thing
         As for :func:`share`, or a result of it, whose hold moves to the message.
     stream, hold
-        As for :func:`share`. A result of it was shared already: ``stream`` is not allowed, and ``hold`` only if it is
+        As for :func:`share`. With a result of it, ``stream`` is not allowed, and ``hold`` only if the result is
         :attr:`~Shared.held`. Without a hold, do not free the memory before the other end has opened it. With a hold,
         the message keeps the memory until the message is opened, refused or dropped, or can no longer be received.
     timeout

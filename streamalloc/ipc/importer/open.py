@@ -296,7 +296,7 @@ def _open_pointer(received: Received) -> ImportedBuffer:
         raise
     except BaseException:
         if known is None:
-            # The handle may be of another pool than the descriptor says, so no later open may use this pool.
+            # The handle may be of another pool than the descriptor says, so no later open may use this import.
             imports.pools.pop(described.origin, None)
         raise
 

@@ -19,8 +19,8 @@ class Ring:
     """Slots of memory in which one process hands items of data to other processes. The memory is shared once.
 
     One process makes the :meth:`producer`. Every other process makes a :meth:`consumer` over a
-    :class:`~streamalloc.ipc.Channel`, whose other end the producer gets by :meth:`RingProducer.add`. Each item goes to
-    one consumer, the consumer with the fewest items in flight. If a consumer closes its end or dies, the items that it
+    :class:`~streamalloc.ipc.Channel`, whose other end is passed to :meth:`RingProducer.add`. Each item goes to one
+    consumer, the consumer with the fewest items in flight. If a consumer closes its end or dies, the items that it
     has not taken go to other consumers. If it dies, items that it has taken and not released are lost.
 
     Examples

@@ -464,10 +464,11 @@ class _Group(Closes):
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
         """Return duplicates of the file descriptors of all ranks, one tuple for each rank, this rank included. A rank
-        sends at most 4096 descriptors.
+        sends at most 4096 descriptors, and keeps its own. ``timeout``: seconds.
 
-        Raises the errors of :meth:`allgather`. Every rank raises ``ValueError`` unless all ranks are on one machine, of
-        one user and in one network namespace; the group then stays usable.
+        Raises the errors of :meth:`allgather`. Also raises TypeError, ClosedError or OSError for an item that is no
+        open descriptor, and on every rank ValueError unless all ranks are on one machine, of one user and in one
+        network namespace. After these errors the group stays usable.
         """
         handles = tuple(handles)
         # Each descriptor is tested before the exchange, because an error during the exchange would end the group.

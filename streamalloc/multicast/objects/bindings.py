@@ -201,7 +201,8 @@ class BindingNode(HandleNode):
         if state is not None:
             self.object.members[state] = state.objects[self.object] = state.bindings[self] = None
             for mapping in list(state.mappings):
-                if mapping.given_up:  # Dropped, but mapped until queued work is done: it must also outlive the object.
+                if mapping.given_up:
+                    # Dropped, but mapped until queued work is done: its range also stays until the object has ended.
                     mapping.reservation.objects[self.object] = None
 
     def unlink(self) -> None:

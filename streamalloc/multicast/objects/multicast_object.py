@@ -571,7 +571,7 @@ class Binding(Closes):
 
     @property
     def closed(self) -> bool:
-        """Whether the memory was unbound, by :meth:`close` or by the end of the object."""
+        """Whether the memory was unbound, by :meth:`close` or by the end of the multicast object."""
         return self._node.gone
 
     def close(self, after: After = None) -> None:

@@ -104,7 +104,7 @@ class PoolCalls(Calls):
         self.scheduler.wait(lambda: not pool.freed.unfinished())
         check(
             not pool.imports and self.pools.opened.pop(pool.handle, None)
-        )  # Another thread may have destroyed the pool meanwhile.
+        )  # Another thread may have destroyed the pool during the wait.
         pool.close()
 
     def _pool_or_import(self, handle: int) -> Pool | OpenedPool:

@@ -266,7 +266,7 @@ class VirtualMemoryCalls(Calls):
             # The handle is looked up again, because another thread may have released the memory during the wait.
             memory = self.named_or_mapped(handle)
         check(ptr and size)
-        # The driver checks the part before it checks the alignment (observed on H200: test_mappings).
+        # The driver checks offset and size before it checks the alignment (observed on H200: test_mappings).
         memory.check_part(offset, size)
         check(ptr % self.profile.page == 0)
         end = ptr + size

@@ -544,7 +544,8 @@ class PageSpace(SwapSpace):
     does not refuse writes to a released page, but :func:`streamalloc.driver.checked` reports them.
 
     Each operation takes an index, a range or an array of indices. It changes all these pages; after an error it has
-    changed none. Pages that need no change are skipped. Thread-safe: operations on one space wait for each other.
+    changed none, except :meth:`prepare`. Pages that need no change are skipped. Thread-safe: operations on one space
+    wait for each other.
 
     If a signal handler raises an exception during an operation, the operation has changed all pages or none. The
     physical pages that it was taking or returning at this moment may count as in use until the arena is closed, and
