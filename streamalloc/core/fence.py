@@ -176,11 +176,6 @@ class Fence:
             with contextlib.suppress(CudaError):
                 self._recorded()
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether an event stands for each stream, so that what later happens to the stream does not matter."""
-        return all(isinstance(end, Event) for end in self._ends)
-
     def done(self) -> bool:
         """Return whether the work is done, without waiting. If the work is done, the host has also synchronised with
         it, so that pools can reuse the memory of the frees in it. Raises CudaError if the driver refuses a call.
@@ -277,44 +272,58 @@ class KeptForWork(Deferred):
     it, for example, the launch of a dropped graph would write to an array that Python has freed.
     """
 
-    __slots__ = ("_fences", "_kept")
+    __slots__ = ("_fences", "_kept", "_session", "_streams")
 
-    def __init__(self, kept: object) -> None:
+    def __init__(self, session: Session, kept: object) -> None:
+        self._session: Session = session
         self._kept: object = kept
-        self._fences: dict[Fence, weakref.ref[Stream]] = {}
-        """Fences for work that may not be done, each with its stream. Several threads change this dictionary at the
-        same time.
+        self._streams: dict[object, Sequence[Event | Stream]] = {}
+        """Ends of work that uses the object: of a stream of ours its :attr:`Stream.last`, by a weak reference to the
+        stream, because the stream must be droppable. Other streams are both key and end.
         """
+        self._fences: dict[Fence, None] = {}
+        """Fences for work that may not be done. Several threads change this dictionary at the same time."""
 
     @contextlib.contextmanager
     def queueing(self, stream: Stream) -> Iterator[None]:
         """Keep the object for the work that the ``with`` block queues on ``stream``."""
-        mine = weakref.ref(stream)
-        # The new fence comes after these fences of the same stream, and replaces them. A fence that another thread has
-        # not recorded yet may come later.
-        before = [fence for fence, its in list(self._fences.items()) if its == mine and not fence.queueing]
-        fence = Fence(stream._session, [stream], queueing=True)
-        self._fences[fence] = mine
+        if not isinstance(stream, LibraryStream) or stream.owned:
+            # No driver call is made here: the fence of these streams is made once the owner was dropped.
+            own = isinstance(stream, OwnStream)
+            self._streams[weakref.ref(stream) if own else stream] = stream.last if own else (stream,)
+            yield
+            return
+        # The library may destroy the stream before the owner is dropped, so an event is recorded at once.
+        fence = Fence(self._session, [stream], queueing=True)
+        self._fences[fence] = None
         try:
             yield
         finally:
             fence.queueing = 0
-            if not stream.is_default:  # A record after the legacy stream takes a new stream. No default stream ends.
-                fence.record()
-        # Without an event, the new fence ends with a stream that its library destroys, perhaps before the work does.
-        if fence.is_recorded or stream.is_default:
-            for one in before:
-                self._fences.pop(one, None)
+            fence.record()
         if len(self._fences) > _MOST_KEPT:
             with contextlib.suppress(CudaError):  # The work was queued: an error here would deny that.
                 self._forget_completed()
 
     def attempt(self) -> bool:
+        if self._streams:
+            self._fences[Fence(self._session, self._ends(), in_item=True)] = None
+            self._streams.clear()
         self._forget_completed()
         if self._fences:
             return False
         self._kept = None
         return True
+
+    def _ends(self) -> Iterator[Event | Stream]:
+        for key, ends in self._streams.items():
+            stream = key() if isinstance(key, weakref.ref) else None
+            if stream is not None:
+                yield stream
+            elif ends:
+                yield from (end for end in ends if not (isinstance(end, Event) and end.closed))
+            else:  # The stream was dropped without an event after its work.
+                yield from known_ends(self._session)
 
     def _forget_completed(self) -> None:
         for one in list(self._fences):

@@ -199,7 +199,7 @@ class Graph(Closes):
             return contextlib.nullcontext()
         with self._in_use:
             if self._launches is None:
-                item = above.kept_for_work(self.kept)
+                item = above.kept_for_work(self._session, self.kept)
                 # The queue keeps the item. A finaliser that submits it could be interrupted by a signal handler. The
                 # item is stored after that: a signal handler that raises in between must not leave it without a queue.
                 deferred_queue(self._session).end_with(self, item)

@@ -123,6 +123,37 @@ def test_a_launch_keeps_the_arrays_of_a_dropped_graph(
     hosts.close()
 
 
+def test_a_launch_keeps_arrays_by_no_further_calls(traced: Any, stream: sa.Stream, kept: sa.Buffer) -> None:
+    with stream.capture() as graph:
+        kept.fill(3)
+    for _ in range(2):
+        traced.calls.clear()
+        graph.launch(stream)
+    assert [call.name for call in traced.calls] == ["cuCtxPushCurrent", "cuGraphLaunch", "cuCtxPopCurrent"]
+
+
+@pytest.mark.simulated_only("the driver may crash with the handle of a destroyed stream")
+def test_a_launch_on_a_stream_that_its_library_destroys(
+    raw: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, gate: Any
+) -> None:
+    buffer = pool.allocate(64, stream)
+    with stream.capture() as graph:
+        buffer.fill(3)
+    with device.current():
+        handle = raw.cuStreamCreate(1)[1]
+    theirs = sa.Stream.of_handle(device, int(handle), None)
+    gate.hold(theirs)
+    graph.launch(theirs)
+    with device.current():
+        raw.cuStreamDestroy(handle)
+    del graph, buffer
+    stream.synchronize()
+    assert pool.statistics().used == 64
+    gate.open()
+    device.synchronize()
+    assert pool.statistics().used == 0
+
+
 def test_a_graph_that_uses_its_own_memory_is_dropped(stream: sa.Stream, pool: sa.MemoryPool, kept: sa.Buffer) -> None:
     with stream.capture() as graph:
         inner = pool.allocate(64, stream)
