@@ -29,7 +29,8 @@ the memory. Such a call is a point of work. Items are attempted mainly when:
 * a pool, physical memory or a range of addresses is made, or memory has run out;
 * a pool is trimmed or closed, the default or current pool of a location is looked up, or statistics are read (of a
   pool, of a device's memory);
-* pages of an arena are released, or committed while the arena has no memory left;
+* pages of an arena are released, committed while the arena has no memory left, or made private, or their state is read
+  (``parked``, ``kept``, ``shared``);
 * an object is shared, opened, lent to a library or borrowed from one, or such an object is closed;
 * a library that names no streams allocates or releases virtual memory, the driver refused such a free, or the bridge to
   such a library is stopped;
