@@ -5,7 +5,6 @@ import ctypes
 import errno
 import fcntl
 import functools
-import gc
 import mmap
 import os
 import threading
@@ -20,7 +19,7 @@ from tests.facts.enums import POSIX_FD
 from tests.facts.support import PAGE, Rig, said
 from tests.processes import bytes_of, opaque
 from tests.simulator.support import new_rig
-from tests.support import MiB
+from tests.support import MiB, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -235,11 +234,11 @@ def beginning(b: Bench) -> None:
 def books(rig: Rig) -> tuple[object, ...]:
     """What is taken: memory, addresses, descriptors, mappings of files."""
     machine = rig.raw._machine
-    gc.collect()
+    descriptors = open_descriptors()  # first, because it waits for the ends of earlier machines
     with open("/proc/self/maps") as lines:
         maps = sum("streamalloc" in line and ":freed" not in line for line in lines)
     used = [bank.used for bank in (machine.banks.host, *machine.banks.devices)]
-    return used, len(machine.banks.arenas.at), len(os.listdir("/proc/self/fd")), maps, len(machine.allocations.at)
+    return used, len(machine.banks.arenas.at), descriptors, maps, len(machine.allocations.at)
 
 
 def attempt(scenario: Callable[[Bench], None], nth: int) -> tuple[Refusal, str, tuple[object, ...]]:
