@@ -351,8 +351,8 @@ def keep(path: str) -> None:
 
     A message has the fields that systemd takes, or ``PASS`` or ``END``. A connection with any other message is closed.
 
-    No connection waits for another. Messages of older connections are handled first, so that the next server gets
-    everything that the last server has sent before it died.
+    A connection waits for another only while that one gets the descriptors. Messages of older connections are handled
+    first, so that the next server gets everything that the last server has sent before it died.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
