@@ -224,7 +224,7 @@ class Places(MappedBytes):
                         self._unwatch(place)
                     self.backing[place] = None if page is zero else page
                 if parking is None:
-                    self.commit([*pages, *ready])
+                    self.mark_committed([*pages, *ready])
                 else:
                     self.park([*pages], parking)
         except BaseException as first:
@@ -235,7 +235,7 @@ class Places(MappedBytes):
                 attach(first, later)
             raise
         finally:
-            # Of the old and the new page of a place, the place holds one.
+            # A place holds one of its old and its new page.
             both = [(place, page) for some in (before, pages) for place, page in some.items() if page is not zero]
             self.physical.drop([page for place, page in both if page and page is not self.backing[place]])
 
@@ -321,10 +321,15 @@ class Places(MappedBytes):
                 listener.released(self._address(run.start), len(run) * self.physical.nbytes, released)
 
     def commit(self, places: Collection[int]) -> None:
-        """Record that ``places`` are committed with the pages that they hold. A place without a page becomes an
-        uncommitted place. If a signal handler raises, no place changes.
-        """
+        """Call :meth:`mark_committed`. If a signal handler raises, no place changes."""
         with self.physical.lock, undoing(self.as_now(places)):
+            self.mark_committed(places)
+
+    def mark_committed(self, places: Collection[int]) -> None:
+        """Record that ``places`` are committed with the pages that they hold. A place without a page becomes an
+        uncommitted place. The caller undoes a call in which a signal handler raises (:meth:`as_now`).
+        """
+        with self.physical.lock:
             self.notify(places, released=False)
             for place in places:
                 page = self.backing[place]

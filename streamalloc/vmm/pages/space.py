@@ -391,7 +391,7 @@ class SwapSpace(SpaceMemory):
         places = self._places
         mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
         with undoing(places.as_now(mine)), undoing(lambda: places.stored.update(mine)):
-            places.commit(mine)
+            places.mark_committed(mine)
             for place in mine:
                 del places.stored[place]
         if len(mine) < len(kept):  # Others were released meanwhile.

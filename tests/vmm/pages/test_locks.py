@@ -845,10 +845,10 @@ def _two_kept(stream: sa.Stream) -> World:
 KEPT: Any = vmm.PageSpace.kept
 READINGS = {
     "a commit is of all pages": Reading(
-        Places.commit, World, _committed, lambda it: it.space.commit([0, 1]), [[], [0, 1]], reads_first=False
+        Places.mark_committed, World, _committed, lambda it: it.space.commit([0, 1]), [[], [0, 1]], reads_first=False
     ),
     "pages that could not be swapped out": Reading(
-        Places.commit,
+        Places.mark_committed,
         lambda stream: _parked(stream, [0, 1]),
         _committed,
         lambda it: it.places.locked(lambda: it.places.commit([0, 1])),
