@@ -111,13 +111,14 @@ class MemAdvise(_Named, enum.IntEnum):
     UNSET_ACCESSED_BY = 6
 
 
-def checked_number(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
+def checked_number(name: str, value: object, largest: int = (1 << 64) - 1, wanted: str = "") -> int:
     """Return ``value`` as an int from 0 to ``largest``: a count, an offset, an address or a field of a struct.
-    Otherwise raise ``TypeError`` or ``ValueError`` with the argument's ``name`` and the allowed range.
+    Otherwise raise ``TypeError`` or ``ValueError`` with the argument's ``name`` and the allowed range. ``wanted``: as
+    for :func:`checked_type`.
     """
     if type(value) is int and 0 <= value <= largest:
         return value
-    number = checked_type(name, value, int)
+    number = checked_type(name, value, int, wanted)
     if not 0 <= number <= largest:
         most = size_text(largest).removesuffix(" bytes")  # The number may count something else.
         raise ValueError(f"{name}={number} is out of range: allowed are 0 to {most}")
@@ -133,11 +134,7 @@ def checked_size(name: str, value: object) -> int:
             value = size_in(value)
         except ValueError as error:
             raise ValueError(f"{name}={error}") from None
-    try:
-        return checked_number(name, value)
-    except TypeError:
-        wanted = "an integer or text such as '2MiB'"
-        raise TypeError(f"{name} must be {wanted}, not {type(value).__name__} ({value!r})") from None
+    return checked_number(name, value, wanted="an integer or text such as '2MiB'")
 
 
 def checked_seconds(name: str, value: Any) -> float:
@@ -164,16 +161,17 @@ def checked_function(name: str, value: T, optional: bool = False) -> T:
 _IN_WORDS = {int: "an integer", str: "a string"}
 
 
-def checked_type(name: str, value: object, kind: type[T]) -> T:
+def checked_type(name: str, value: object, kind: type[T], wanted: str = "") -> T:
     """Return ``value`` if it is of type ``kind``; otherwise raise ``TypeError`` with the argument's ``name``. If
-    ``kind`` is ``int``, an object with ``__index__`` is converted, and a bool is refused.
+    ``kind`` is ``int``, an object with ``__index__`` is converted, and a bool is refused. ``wanted``: what the error
+    names as allowed, by default the type.
     """
     # The class is tested by its name, because ``operator.index`` would convert a bool of numpy below 2.3 to a number.
     if kind is int and not isinstance(value, int) and type(value).__name__ != "bool":
         with contextlib.suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type, return-value]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        wanted = _IN_WORDS.get(kind) or f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
+        wanted = wanted or _IN_WORDS.get(kind) or f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
         raise TypeError(f"{name} must be {wanted}, not {type(value).__name__} ({value!r})")
     return value
 
