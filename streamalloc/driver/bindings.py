@@ -43,7 +43,7 @@ _ADDED = {
 # messages use it, as the remedy.
 _ADDED_IN = {name: version for version, names in _ADDED.items() for name in names.split()}
 
-# Of CUmemPoolProps and CUmemAllocationProp: both begin with the allocation type and the handle types, C ints.
+# CUmemPoolProps and CUmemAllocationProp both begin with the allocation type and the handle types, which are C ints.
 _HANDLE_TYPES_OFFSET = 4
 
 

@@ -346,7 +346,7 @@ class Watch(Leaves):
             if key in self._descriptors or number in _interpreters():
                 continue
             if owner is None and name.startswith(_MACHINE) and key not in exported:
-                # Of the simulated machine: no leak of the program.
+                # Descriptor of the simulated machine: no leak of the program.
                 continue
             if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
                 # Not reported twice: the owner is reported as an object, or the package itself keeps it.

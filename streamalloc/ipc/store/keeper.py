@@ -370,13 +370,13 @@ def keep(path: str) -> None:
                     channels.append(listener.accept(timeout=0))
                 continue
             try:
-                _answer(channel, kept, listener)
+                _handle_message(channel, kept, listener)
             except (OSError, ValueError, KeyError):
                 channels.remove(channel)
                 channel.close()
 
 
-def _answer(channel: Channel, kept: dict[str, Fd], listener: Listener) -> None:
+def _handle_message(channel: Channel, kept: dict[str, Fd], listener: Listener) -> None:
     """Receive one message from ``channel``, and change ``kept``, the descriptors by name. Raises OSError, ValueError or
     KeyError if the other end has ended, does not read, or sends a message of another form.
     """
